@@ -135,6 +135,9 @@ class Device(ABC):
     def enter_layer(self, layer: int | None) -> None:
         """Name the decoder layer whose operators follow (None: outside the layers)."""
 
+    def mark_step(self, name: str) -> None:
+        """Say that one step (a prompt's pass "pp", one decode step "tg") ends here: what follows belongs to the next."""
+
     def stamp(self, buffer: Tensor, layer: int) -> None:
         """Say that the copy just issued puts `layer` into `buffer`."""
 
