@@ -17,8 +17,7 @@ from pydantic.dataclasses import dataclass
 from pydantic_core import PydanticKnownError
 
 from offload.errors import Fault, OffloadConfigError
-
-GIB = 1024**3
+from offload.text import GIB, shortened
 
 _STRICT_KEYS = ConfigDict(extra="forbid")
 
@@ -206,12 +205,6 @@ def _fault(detail: Any) -> Fault:
     if kind == "unexpected_keyword_argument":
         text += _did_you_mean(where)
     return Fault(where, kind, message, text)
-
-
-def shortened(value: Any) -> str:
-    """A value as JSON text for a one-line message, cut at 80 characters."""
-    text = json.dumps(value, default=repr)
-    return text if len(text) <= 80 else text[:77] + "..."
 
 
 def _one_line(name: str) -> str:
