@@ -1,8 +1,9 @@
 """The JSON object that chooses the offload: vLLM's ``OffloadConfig``, field by field.
 
-The fields are pydantic dataclasses in lax mode, as vLLM's are, so that what is accepted, coerced and refused is the same: ``"8"`` and
-``8.0`` are 8, unknown keys are refused at every level, a bare string is not a set. Two things differ on purpose: an infinite budget is
-refused here (vLLM accepts it and fails later), and every refusal is one line that names the field, the value and the remedy.
+The fields are pydantic dataclasses in lax mode, as vLLM's are, so that what is accepted, coerced and refused is the
+same: ``"8"`` and ``8.0`` are 8, unknown keys are refused at every level, a bare string is not a set. Two things
+differ on purpose: an infinite budget is refused here (vLLM accepts it and fails later), and every refusal is one line
+that names the field, the value and the remedy.
 """
 
 import difflib
@@ -134,9 +135,7 @@ class OffloadConfig:
         """Texts about settings that are ignored; at most one, and it refuses nothing."""
         backend = self.offload_backend
         if backend == "uva" and self._prefetch_is_set:
-            return (
-                "Prefetch offload fields are set but offload_backend='uva'. Prefetch settings will be ignored.",
-            )
+            return ("Prefetch offload fields are set but offload_backend='uva'. Prefetch settings will be ignored.",)
         if backend == "prefetch" and self._uva_is_set:
             return ("UVA offload fields are set but offload_backend='prefetch'. UVA settings will be ignored.",)
         if backend == "auto" and self._prefetch_is_set and self._uva_is_set:

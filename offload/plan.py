@@ -1,10 +1,11 @@
 """What is offloaded: parameter names and sizes, and a configuration, to a `Plan`. Pure arithmetic; no torch, no memory.
 
-Only parameters of the decoder layers move, layer by layer in declaration order. Under uva they are taken until the budget is reached
-(the test comes before a weight and ignores its size, so the last weight may exceed it); under prefetch those of the last n layers of
-every group are taken. Two kinds of parameters stay on the device although they were selected, and the plan says so: a storage that is
-also used outside the layers (a tied embedding), which embeddings and heads need there in any case; and under prefetch a storage that
-several layers share, which would be copied for each of them and never be absent. Parameters without elements are skipped.
+Only parameters of the decoder layers move, layer by layer in declaration order. Under uva they are taken until the
+budget is reached (the test comes before a weight and ignores its size, so the last weight may exceed it); under
+prefetch those of the last n layers of every group are taken. Two kinds of parameters stay on the device although they
+were selected, and the plan says so: a storage that is also used outside the layers (a tied embedding), which
+embeddings and heads need there in any case; and under prefetch a storage that several layers share, which would be
+copied for each of them and never be absent. Parameters without elements are skipped.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -63,7 +64,8 @@ class LayerLayout:
 
     Attributes:
         layer: index of the layer.
-        names: full names of the weights that have their place here, in order; a shared weight stands under its first name.
+        names: full names of the weights that have their place here, in order; a shared weight stands under its first
+            name.
         offsets_bytes: where each begins, a multiple of 128.
         nbytes: size of the region, padding included.
     """
@@ -86,7 +88,8 @@ class Plan:
         slots: number of device slots, min(step, offloaded layers); 0 under uva.
         slot_bytes: total size of the slots, padding included.
         freed_bytes: offloaded bytes less slot bytes: what the device gains.
-        refill_order: ordinal of the offloaded layer put into slot `k % slots` after ordinal k; empty if nothing is ever refilled.
+        refill_order: ordinal of the offloaded layer put into slot `k % slots` after ordinal k; empty if nothing is
+            ever refilled.
         copies_per_pass: number of layer copies in one forward pass.
         stalling_layers: indices of the layers that always wait for their copy.
         unmatched_selectors: selectors that match no parameter of any decoder layer, sorted.
@@ -148,7 +151,8 @@ def plan(parameters: Iterable[ParameterSpec], config: OffloadConfig) -> Plan:
         config: what the user asked for.
 
     Returns:
-        The plan; an empty one where offload is not enabled. It may be empty although offload is enabled: see `Plan.refusal`.
+        The plan; an empty one where offload is not enabled. It may be empty although offload is enabled: see
+        `Plan.refusal`.
     """
     if not config.is_offloading_enabled():
         return Plan()

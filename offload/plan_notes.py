@@ -1,4 +1,4 @@
-"""What a plan has to say for itself: what had no effect, what stalls, why nothing is offloaded, and what to do about it."""
+"""What a plan says for itself: what had no effect, what stalls, why nothing is offloaded, and the remedy."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -76,7 +76,8 @@ def _about_selectors(facts: Facts) -> Iterator[str]:
 
 def _why_idle(facts: Facts) -> str:
     if facts.config.resolved_backend == "prefetch":
-        return f"what it matches is not offloaded in layers {ranges(facts.offloaded_layers)}, change the group or the selector"
+        layers = ranges(facts.offloaded_layers)
+        return f"what it matches is not in the offloaded layers ({layers}), change the group or the selector"
     return "the budget is spent before its first match, raise cpu_offload_gb or drop the other selectors"
 
 
@@ -96,15 +97,15 @@ def _about_the_ring(facts: Facts) -> Iterator[str]:
     if step >= count:
         remedy = f"use a step below {count}" if count > 1 else "offload more layers (a smaller group), or none"
         yield (
-            f"offload_prefetch_step ({step}) is not below the number of offloaded layers ({count}), so that the slots hold them "
-            f"all and no device memory is freed: {remedy}"
+            f"offload_prefetch_step ({step}) is not below the number of offloaded layers ({count}), so that the slots "
+            f"hold them all and no device memory is freed: {remedy}"
         )
     if facts.stalling_layers:
         better = least_step_without_stalls(facts.offloaded_layers, facts.all_layers, step)
         remedy = f"use offload_prefetch_step {better}" if better else "offload fewer layers of each group"
         yield (
-            f"layers {ranges(facts.stalling_layers)} always wait for their copy, since no other layer runs between them and "
-            f"their slot's previous owner: {remedy}"
+            f"layers {ranges(facts.stalling_layers)} always wait for their copy, since no other layer runs between "
+            f"them and their slot's previous owner: {remedy}"
         )
 
 
@@ -114,12 +115,12 @@ def _group_refusal(facts: Facts) -> str | None:
     if any(layer % group >= first for layer in facts.all_layers):
         if facts.config.selectors and not facts.kept_names:
             return (
-                f"nothing would be offloaded: selectors {quoted(sorted(facts.matched))} match only outside the layers that "
-                "offload_group_size and offload_num_in_group choose, change the group or the selectors"
+                f"nothing would be offloaded: selectors {quoted(sorted(facts.matched))} match only outside the layers "
+                "that offload_group_size and offload_num_in_group choose, change the group or the selectors"
             )
         return None
     return (
         f"nothing would be offloaded: with offload_group_size ({group}) and offload_num_in_group "
-        f"({prefetch.offload_num_in_group}) the first offloaded layer is {first}, and the model has {len(facts.all_layers)} "
-        f"layers, use an offload_group_size of at most {len(facts.all_layers)}"
+        f"({prefetch.offload_num_in_group}) the first offloaded layer is {first}, and the model has "
+        f"{len(facts.all_layers)} layers, use an offload_group_size of at most {len(facts.all_layers)}"
     )

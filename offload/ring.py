@@ -1,8 +1,9 @@
 """The prefetch ring: which offloaded layer a slot holds next, and who has to wait for it.
 
-M offloaded layers are counted by their ordinal 0..M-1, in the order in which they run. There are `step` slots, and ordinal k owns
-slot `k % step`. After k has run, its slot goes to its next owner: k + step, or, past the end, the slot's first owner, for the next pass.
-Every owner of a slot keeps to that slot, so the rule holds for every M, also where M is no multiple of the step.
+M offloaded layers are counted by their ordinal 0..M-1, in the order in which they run. There are `step` slots, and
+ordinal k owns slot `k % step`. After k has run, its slot goes to its next owner: k + step, or, past the end, the
+slot's first owner, for the next pass. Every owner of a slot keeps to that slot, so the rule holds for every M, also
+where M is no multiple of the step.
 """
 
 from collections.abc import Sequence
@@ -16,8 +17,8 @@ def refill_order(count: int, step: int) -> tuple[int, ...]:
         step: prefetch step, at least 1.
 
     Returns:
-        For each ordinal k the ordinal that follows it in slot `k % step` (k itself where it is the slot's only owner, which is
-        never copied again); empty where every layer has a slot of its own.
+        For each ordinal k the ordinal that follows it in slot `k % step` (k itself where it is the slot's only owner,
+        which is never copied again); empty where every layer has a slot of its own.
     """
     if step >= count:
         return ()
@@ -45,7 +46,7 @@ def stalling_layers(offloaded: Sequence[int], layers: Sequence[int], step: int) 
 
 
 def least_step_without_stalls(offloaded: Sequence[int], layers: Sequence[int], step: int) -> int | None:
-    """The smallest step, above `step` and with fewer slots than layers, at which no layer stalls; None if there is none."""
+    """The smallest step above `step` at which no layer stalls and memory is still freed; None if there is none."""
     for larger in range(step + 1, len(offloaded)):
         if not stalling_layers(offloaded, layers, larger):
             return larger

@@ -1,8 +1,8 @@
 """Which parameters a selector means: whole dotted segments, consecutive, anywhere in the name below the layer.
 
-`experts` and `experts.w2_weight` match `mlp.experts.w2_weight`; `expert` and `mlp.w2_weight` do not. Case-sensitive, no globs. This is
-vLLM's rule. One extension: a selector may begin with the layer's path (`model.layers.3.mlp`) or with a tail of it of at least two
-segments (`layers.3`), and then goes on right below the layer.
+`experts` and `experts.w2_weight` match `mlp.experts.w2_weight`; `expert` and `mlp.w2_weight` do not. Case-sensitive,
+no globs. This is vLLM's rule. One extension: a selector may begin with the layer's path (`model.layers.3.mlp`) or
+with a tail of it of at least two segments (`layers.3`), and then goes on right below the layer.
 """
 
 import difflib
@@ -37,11 +37,14 @@ class Selectors:
         return found
 
     def rooted(self, path: str) -> dict[str, str]:
-        """The selectors that begin with this layer's path or a tail of it, each with what follows (ending in a dot, or empty)."""
+        """The selectors that begin with this layer's path or a tail of it, each with what follows, ending in a dot."""
         segments = path.split(".")
         tails = [path] + [".".join(segments[start:]) for start in range(1, len(segments) - 1)]
         return {
-            text: f"{text}."[len(tail) + 1 :] for text in self.texts for tail in tails if f"{text}.".startswith(f"{tail}.")
+            text: f"{text}."[len(tail) + 1 :]
+            for text in self.texts
+            for tail in tails
+            if f"{text}.".startswith(f"{tail}.")
         }
 
 
@@ -59,8 +62,8 @@ def layer_path(names: Sequence[str], layer: int) -> str:
         layer: the layer's index.
 
     Returns:
-        The names' common leading segments up to the first that is the index; where none is (a rank that holds the middle layers of a
-        model numbers them from 0), up to the last number; empty where there is no number at all.
+        The names' common leading segments up to the first that is the index; where none is (a rank that holds the
+        middle layers of a model numbers them from 0), up to the last number; empty where there is no number at all.
     """
     common = os.path.commonprefix([min(names) + ".", max(names) + "."]).rpartition(".")[0].split(".")
     if str(layer) in common:
@@ -74,8 +77,7 @@ def nearest(selector: str, rests: Iterable[str]) -> list[str]:
     parts = set()
     for rest in rests:
         segments = rest.split(".")
-        parts.update(
-            ".".join(segments[start:end]) for start in range(len(segments)) for end in range(start + 1, len(segments) + 1)
-        )
+        ends = range(1, len(segments) + 1)
+        parts.update(".".join(segments[start:end]) for end in ends for start in range(end))
     lowered = {part.lower(): part for part in sorted(parts)}
     return [lowered[part] for part in difflib.get_close_matches(selector.lower(), lowered, n=3, cutoff=0.6)]
