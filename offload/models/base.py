@@ -35,6 +35,21 @@ class Slice:
     index: int | None = None
 
 
+@dataclass(frozen=True)
+class CacheShape:
+    """What one token of one sequence leaves in the key-value cache: keys and values of every layer.
+
+    Attributes:
+        layers: number of layers that attend.
+        heads: key-value heads of a layer.
+        head_dim: channels of a head.
+    """
+
+    layers: int
+    heads: int
+    head_dim: int
+
+
 class Checkpoint(Protocol):
     """A folder's tensors, opened but not read (`offload.loader`)."""
 
@@ -60,6 +75,16 @@ class Architecture(nn.Module):
         """The decoder layers, in order; their parameters are what can be offloaded."""
         raise TypeError(f"{type(self).__name__} has no decoder layers")
 
+    @property
+    def context(self) -> int:
+        """How many positions the model was made for."""
+        raise TypeError(f"{type(self).__name__} does not say how long its context is")
+
+    @property
+    def cache_shape(self) -> CacheShape:
+        """What the engine must keep per token."""
+        raise TypeError(f"{type(self).__name__} does not say what it caches")
+
     def checkpoint_slices(self) -> dict[str, Slice]:
         """Map every checkpoint tensor's name to its place. What is not in here is unexpected in a file."""
         raise TypeError(f"{type(self).__name__} does not map checkpoint names")
@@ -77,6 +102,9 @@ class Architecture(nn.Module):
             if place.rows is not None:
                 target = target[place.start : place.start + place.rows]
             checkpoint.read_into(name, target)
+
+    def prepare(self, device: torch.device) -> None:
+        """Compute what is no weight but needs memory (rotary frequencies) on `device`; called once, after loading."""
 
     def forward(self, tokens: Tensor, positions: Tensor, cache: KVCache) -> Tensor:
         """tokens, positions (B, T) int64 -> hidden states (B, T, H); `logits` turns chosen rows into logits."""
