@@ -7,13 +7,19 @@ weight goes (`destination`), binds a model's parameters to what it reserved (`at
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import weakref
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
-from offload.device import Device
+from offload.allocation import Allocation, laid_out, view
+from offload.config import OffloadConfig
+from offload.device import Device, Residency
+from offload.errors import ModelLoadError
+from offload.hooks import name_layers
 from offload.plan import ParameterSpec, Plan
 from offload.report import MemoryReport
 
@@ -41,16 +47,28 @@ class Weight:
 
 
 def weights_of(model: nn.Module, layers: Sequence[nn.Module]) -> list[Weight]:
-    """List the parameters of `model` in declaration order, shared ones under each of their names."""
-    layer_of = {id(module): index for index, layer in enumerate(layers) for module in layer.modules()}
-    found = []
-    for prefix, module in model.named_modules():
-        for leaf, parameter in module._parameters.items():
-            if parameter is not None:
-                name = f"{prefix}.{leaf}" if prefix else leaf
-                layer = layer_of.get(id(module))
-                found.append(Weight(name, layer, tuple(parameter.shape), parameter.dtype, id(parameter)))
-    return found
+    """List the parameters of `model` in declaration order, shared ones under each of their names.
+
+    A module that stands in several places, or in several layers, is listed at each, so that nobody takes a weight that
+    two layers use for the weight of one.
+    """
+    places: dict[int, list[int]] = {}
+    for index, layer in enumerate(layers):
+        places.setdefault(id(layer), []).append(index)
+    return list(_walk(model, "", None, places))
+
+
+def _walk(module: nn.Module, prefix: str, layer: int | None, places: dict[int, list[int]]) -> Iterator[Weight]:
+    here = places.get(id(module))
+    if here:
+        # The children of a ModuleList come in its order, so a layer that is listed twice is met once for each index.
+        layer = here.pop(0) if len(here) > 1 else here[0]
+    for leaf, parameter in module._parameters.items():
+        if parameter is not None:
+            yield Weight(prefix + leaf, layer, tuple(parameter.shape), parameter.dtype, id(parameter))
+    for name, child in module._modules.items():
+        if child is not None:
+            yield from _walk(child, f"{prefix}{name}.", layer, places)
 
 
 def specs_of(weights: Iterable[Weight]) -> list[ParameterSpec]:
@@ -65,36 +83,234 @@ class Backend:
         weights: every parameter of the model, from `weights_of`.
         plan: what is offloaded (nothing, here).
         device: where it runs.
+        requested_bytes: the budget of the configuration, for the report.
+
+    Raises:
+        ModelLoadError: not enough memory; nothing stays allocated.
     """
 
-    def __init__(self, weights: Sequence[Weight], plan: Plan, device: Device) -> None: ...
+    def __init__(self, weights: Sequence[Weight], plan: Plan, device: Device, requested_bytes: int = 0) -> None:
+        self._weights = {weight.name: weight for weight in weights}
+        self._plan = plan
+        self._device = device
+        self._requested_bytes = requested_bytes
+        self._tensors: dict[int, Tensor] = {}
+        self._asked: set[str] = set()
+        self._model: weakref.ref[nn.Module] | None = None
+        self._handles: list[RemovableHandle] = []
+        self._parameters: dict[str, weakref.ref[nn.Parameter]] = {}
+        self._resident: Allocation | None = None
+        self._is_closed = False
+        try:
+            self._reserve()
+        except BaseException:
+            self.close()
+            raise
+
+    # -- memory -----------------------------------------------------------------------------------------------------
+
+    def _reserve(self) -> None:
+        """Allocate everything; a subclass places what is on the host first, and the rest is resident."""
+        resident = {w.storage: w for w in self._weights.values() if w.storage not in self._tensors}
+        offsets_bytes, nbytes = laid_out([weight.nbytes for weight in resident.values()])
+        self._resident = Allocation(self._device, nbytes)
+        for (storage, weight), offset in zip(resident.items(), offsets_bytes, strict=True):
+            self._tensors[storage] = view(self._resident.memory, offset, weight.shape, weight.dtype)
 
     def destination(self, name: str) -> Tensor:
         """Where the loader writes weight `name`: (shape), dtype of the weight, in its final place.
 
         Host memory for an offloaded weight, device memory otherwise; equal for names that share a storage.
+
+        Raises:
+            ValueError: the model has no such weight, or the backend is closed.
         """
+        tensor = self._true(name)
+        self._asked.add(name)
+        return tensor
+
+    def _true(self, name: str) -> Tensor:
+        weight = self._weights.get(name)
+        if weight is None:
+            raise ValueError(f"the model has no weight {name!r}: ask for a name that weights_of() lists")
+        if weight.storage not in self._tensors:
+            raise ValueError(f"weight {name!r} has no memory any more: the backend is closed, load the model again")
+        return self._tensors[weight.storage]
 
     @property
     def asked(self) -> frozenset[str]:
         """Names that a loader has asked for."""
+        return frozenset(self._asked)
+
+    # -- the model --------------------------------------------------------------------------------------------------
 
     def attach(self, model: nn.Module, layers: Sequence[nn.Module]) -> None:
-        """Bind the parameters to what was reserved, register hooks, check residency."""
+        """Bind the parameters to what was reserved, register hooks, check residency.
+
+        The weights are in their destinations by now. Parameters are bound frozen; names of one shared parameter stay
+        one `nn.Parameter`. If anything fails, the model is left with parameters on `meta` and without hooks.
+
+        Args:
+            model: the module that `weights_of` listed.
+            layers: its decoder layers, by the index that the weights carry.
+
+        Raises:
+            ValueError: it is attached already.
+            ModelLoadError: a weight is not where the plan wants it.
+        """
+        if self._model is not None:
+            raise ValueError("this backend has a model already: detach() it first")
+        self._model = weakref.ref(model)
+        try:
+            self._bind(model)
+            self._register_hooks(model, layers)
+            if self._device.simulated:
+                self._handles += name_layers(layers, self._device)
+            self.check_residency()
+        except BaseException:
+            self.detach()
+            raise
+
+    def _bind(self, model: nn.Module) -> None:
+        parameters: dict[Hashable, nn.Parameter] = {}
+        for name in self._weights:
+            identity = self._identity(name)
+            if identity not in parameters:
+                parameters[identity] = nn.Parameter(self._bound(name), requires_grad=False)
+            _set_parameter(model, name, parameters[identity])
+            self._parameters[name] = weakref.ref(parameters[identity])
+
+    def _identity(self, name: str) -> Hashable:
+        """Equal for names that one `nn.Parameter` stands for."""
+        return self._weights[name].storage
+
+    def _bound(self, name: str) -> Tensor:
+        """What the parameter `name` looks at while the model runs."""
+        return self._true(name)
+
+    def _register_hooks(self, model: nn.Module, layers: Sequence[nn.Module]) -> None:
+        """Register what has to happen around layers, keeping the handles in `_handles`."""
+
+    def _planned_residency(self, name: str) -> Residency:
+        return "device"
+
+    def check_residency(self) -> None:
+        """Ask the device where each parameter of the attached model really is.
+
+        Raises:
+            ModelLoadError: a parameter was replaced or moved since it was bound.
+        """
+        model = self._model() if self._model is not None else None
+        if model is None:
+            return
+        for name, weight in self._weights.items():
+            if not weight.nbytes:
+                continue
+            planned = self._planned_residency(name)
+            actual = self._device.residency(model.get_parameter(name))
+            if actual != planned:
+                raise ModelLoadError(
+                    f"weight {name!r} is planned for the {planned} and is on the {actual}: "
+                    "do not move or replace parameters of a loaded model"
+                )
 
     def detach(self) -> Mapping[str, Tensor]:
-        """Undo `attach` (hooks, classes) and return name -> true weight, for `restore()` and `state_dict()`."""
+        """Undo `attach` (hooks, classes) and return name -> true weight, for `restore()` and `state_dict()`.
+
+        The model's parameters are left on `meta`, so that it holds none of this memory.
+        """
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        model = self._model() if self._model is not None else None
+        if model is not None:
+            self._restore_classes(model)
+            parameters: dict[int, nn.Parameter] = {}
+            for name, weight in self._weights.items():
+                if weight.storage not in parameters:
+                    empty = torch.empty(weight.shape, dtype=weight.dtype, device="meta")
+                    parameters[weight.storage] = nn.Parameter(empty, requires_grad=False)
+                _set_parameter(model, name, parameters[weight.storage])
+        self._model = None
+        return {name: self._tensors[w.storage] for name, w in self._weights.items() if w.storage in self._tensors}
+
+    def _restore_classes(self, model: nn.Module) -> None:
+        """Give modules whose class was changed their own one back."""
+
+    # -- capture ----------------------------------------------------------------------------------------------------
 
     def before_capture(self) -> None:
-        """Make the compute stream wait for earlier copies, so that a capture may begin."""
+        """Make the compute stream wait for earlier copies, so that a capture may begin.
+
+        A replay needs the same before it: eager code in between may have issued copies. It costs nothing if not.
+        """
 
     def before_capture_ends(self) -> None:
         """Join the side stream to the compute stream."""
 
     def after_capture(self) -> None:
-        """Make eager code safe again: it must not wait for events recorded in the capture."""
+        """Make eager code safe again, also after a capture that failed: it must not wait for events of the capture."""
 
-    def report(self) -> MemoryReport: ...
+    # -- the end ----------------------------------------------------------------------------------------------------
+
+    def report(self) -> MemoryReport:
+        """Count what is allocated now; after `close()`, what is still alive and which weights keep it."""
+        return MemoryReport(
+            requested_bytes=self._requested_bytes,
+            resident_bytes=self._resident.nbytes if self._resident else 0,
+            survivors=self._survivors(),
+        )
+
+    def _survivors(self) -> tuple[str, ...]:
+        """Weights that a living parameter shows; all resident ones where something else keeps their memory alive."""
+        if not self._is_closed:
+            return ()
+        alive = [name for name, parameter in self._parameters.items() if parameter() is not None]
+        resident = [name for name in self._weights if name not in self._plan.offloaded]
+        if self._resident is not None and self._resident.nbytes and not set(alive) & set(resident):
+            alive += resident
+        return tuple(alive)
 
     def close(self) -> None:
         """Undo everything; pages are given back when the last view dies. Idempotent."""
+        if self._is_closed:
+            return
+        self.detach()
+        # No copy and no kernel may still use what is about to be unmapped.
+        self._device.synchronise()
+        self._release()
+        self._is_closed = True
+
+    def _release(self) -> None:
+        """Let go of all memory."""
+        self._tensors.clear()
+        if self._resident is not None:
+            self._resident.release()
+
+
+def _set_parameter(model: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    path, _, leaf = name.rpartition(".")
+    setattr(model.get_submodule(path), leaf, parameter)
+
+
+def make_backend(weights: Sequence[Weight], plan: Plan, config: OffloadConfig, device: Device) -> Backend:
+    """Make the backend that the configuration resolves to; the base class where nothing is offloaded.
+
+    Args:
+        weights: every parameter of the model, from `weights_of`.
+        plan: made of the same weights and configuration.
+        config: what the user asked for.
+        device: where it runs.
+
+    Raises:
+        ModelLoadError: not enough memory; nothing stays allocated.
+    """
+    if plan.backend == "uva":
+        from offload.uva import UvaBackend
+
+        return UvaBackend(weights, plan, device, config.budget_bytes)
+    if plan.backend == "prefetch":
+        from offload.prefetch import PrefetchBackend
+
+        return PrefetchBackend(weights, plan, device)
+    return Backend(weights, plan, device)

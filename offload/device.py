@@ -7,6 +7,7 @@ compute stream, the one on which operators are issued.
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -15,6 +16,9 @@ from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
+
+from offload.errors import ModelLoadError
+from offload.text import gib, shortened
 
 Residency = Literal["host", "device"]
 Stream = Any
@@ -136,7 +140,7 @@ class Device(ABC):
         """Name the decoder layer whose operators follow (None: outside the layers)."""
 
     def mark_step(self, name: str) -> None:
-        """Say that one step (a prompt's pass "pp", one decode step "tg") ends here: what follows belongs to the next."""
+        """Say that one step (a prompt's pass "pp", one decode step "tg") ends here; what follows is the next."""
 
     def stamp(self, buffer: Tensor, layer: int) -> None:
         """Say that the copy just issued puts `layer` into `buffer`."""
@@ -146,3 +150,57 @@ class Device(ABC):
 
     def close(self) -> None:
         """Give back what the device object itself holds. Idempotent."""
+
+
+def require_memory(place: str, needed_bytes: int, memory: FreeMemory, remedy: str) -> None:
+    """Refuse an allocation that does not fit, before it is tried.
+
+    Raises:
+        ModelLoadError: names what is needed, what there is, and the remedy.
+    """
+    if needed_bytes > memory.free_bytes:
+        raise ModelLoadError(
+            f"not enough memory on {place}: needs {gib(needed_bytes)}, has {gib(memory.free_bytes)}; {remedy}"
+        )
+
+
+def open_device(name: str | None = None) -> Device:
+    """Open the device that a user names.
+
+    Args:
+        name: "cpu", "cuda" (the first GPU), "cuda:1", or "virtual:NAME" for a simulated GPU; None takes a GPU if there
+            is one, else the CPU.
+
+    Returns:
+        The device; the caller closes it.
+
+    Raises:
+        ModelLoadError: there is no such device; the message lists those that exist.
+    """
+    if name is None:
+        name = "cuda" if _cuda_count() else "cpu"
+    if name == "cpu":
+        from offload.cpu import CpuDevice
+
+        return CpuDevice()
+    if name.startswith("virtual:"):
+        from offload.virtual import VirtualDevice
+
+        return VirtualDevice(name.removeprefix("virtual:"))
+    match = re.fullmatch(r"cuda(?::(\d{1,4}))?", name)
+    index = int(match[1] or 0) if match else None
+    if index is None or index >= _cuda_count():
+        raise ModelLoadError(f"no device {shortened(name)} here: choose one of {', '.join(_names())}")
+    from offload.cuda import CudaDevice
+
+    return CudaDevice(index)
+
+
+def _cuda_count() -> int:
+    from offload.cuda import device_count
+
+    return device_count()
+
+
+def _names() -> list[str]:
+    return ["cpu", *(f"cuda:{index}" for index in range(_cuda_count())), "virtual:NAME"]

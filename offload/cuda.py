@@ -1,0 +1,116 @@
+"""The device contract on one CUDA GPU. The only code in `offload/` that calls `torch.cuda`.
+
+The compute stream is torch's current stream at the time of each call, so that a caller's own `torch.cuda.stream(...)`,
+and a capture, are respected. Nothing here waits for the GPU except `to_host`, `synchronise` and the start of a capture.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from offload.device import Device, Event, FreeMemory, Graph, Residency, Stream, require_memory
+from offload.errors import ModelLoadError
+from offload.host import free_host_memory, map_anonymous
+from offload.text import gib
+from offload_kernels import memory
+
+
+def _without_owner(host: Tensor) -> Tensor:
+    """See the same bytes without keeping them alive: a lock that did would never be released with the last view."""
+    return torch.frombuffer((ctypes.c_ubyte * host.numel()).from_address(host.data_ptr()), dtype=torch.uint8)
+
+
+def device_count(cuda: Any = torch.cuda) -> int:
+    """Number of GPUs that this process can use."""
+    return cuda.device_count() if cuda.is_available() else 0
+
+
+class CudaDevice(Device):
+    """One GPU.
+
+    Args:
+        index: its number among the visible GPUs.
+        cuda: `torch.cuda`, or what stands in for it.
+    """
+
+    def __init__(self, index: int, cuda: Any = torch.cuda) -> None:
+        self._cuda = cuda
+        self._index = index
+        self.name = f"cuda:{index}"
+        self.torch_device = torch.device("cuda", index)
+        self.unified = bool(cuda.get_device_properties(index).is_integrated)
+
+    def allocate_host(self, nbytes: int) -> Tensor:
+        require_memory("the host", nbytes, self.host_memory(), "offload less, or raise the limit (cgroup, ulimit -l)")
+        locks = ExitStack()
+        host = map_anonymous(nbytes, on_release=locks.close)
+        with self.active():
+            locks.enter_context(memory.page_lock(_without_owner(host)))
+        return host
+
+    def allocate_device(self, nbytes: int) -> Tensor:
+        require_memory(self.name, nbytes, self.device_memory(), "offload more")
+        try:
+            return torch.empty(nbytes, dtype=torch.uint8, device=self.torch_device)
+        except torch.OutOfMemoryError as error:
+            raise ModelLoadError(f"no {gib(nbytes)} in one piece on {self.name}: offload more") from error
+
+    def device_view(self, host: Tensor) -> Tensor:
+        return memory.device_view(host, self.torch_device)
+
+    def residency(self, tensor: Tensor) -> Residency:
+        return "host" if memory.is_host_resident(tensor) else "device"
+
+    def device_memory(self) -> FreeMemory:
+        free_bytes, total_bytes = self._cuda.mem_get_info(self._index)
+        # What torch's allocator holds without using it serves the next request.
+        cached_bytes = self._cuda.memory_reserved(self._index) - self._cuda.memory_allocated(self._index)
+        return FreeMemory(free_bytes + cached_bytes, total_bytes)
+
+    def host_memory(self) -> FreeMemory:
+        return free_host_memory(locked=True)
+
+    def from_host(self, values: list[Any], dtype: torch.dtype = torch.int64) -> Tensor:
+        # Page-locked, so that the copy is ordered on the stream and the host goes on at once.
+        return torch.tensor(values, dtype=dtype).pin_memory().to(self.torch_device, non_blocking=True)
+
+    def to_host(self, tensor: Tensor) -> list[Any]:
+        return tensor.tolist()
+
+    def new_stream(self) -> Stream:
+        return self._cuda.Stream(self._index)
+
+    def new_event(self) -> Event:
+        return self._cuda.Event()
+
+    def record(self, event: Event, stream: Stream = None) -> None:
+        event.record(stream or self._cuda.current_stream(self._index))
+
+    def wait(self, event: Event, stream: Stream = None) -> None:
+        (stream or self._cuda.current_stream(self._index)).wait_event(event)
+
+    def copy(self, destination: Tensor, source: Tensor, stream: Stream = None) -> None:
+        with self._cuda.stream(stream):
+            destination.copy_(source, non_blocking=True)
+
+    def synchronise(self) -> None:
+        self._cuda.synchronize(self._index)
+
+    def capture(self, body: Callable[[], None]) -> Graph:
+        graph = self._cuda.CUDAGraph()
+        with self.active(), self._cuda.graph(graph):
+            self.capturing = True
+            try:
+                body()
+            finally:
+                self.capturing = False
+        return graph
+
+    def active(self) -> AbstractContextManager[Any]:
+        return self._cuda.device(self._index)

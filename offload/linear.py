@@ -1,0 +1,35 @@
+"""A linear layer whose weight is read where it lies, in host memory, by our kernels.
+
+An existing `nn.Linear` becomes one by its instance's class, and is given its class back afterwards: no class is
+patched, and nothing else about the module changes.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from offload_kernels import linear
+
+
+class HostLinear(nn.Linear):
+    """`nn.Linear` whose weight is a device view of page-locked host memory; the bias is on the device."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (..., K) -> (..., N); on CPU tensors this is torch's own product."""
+        return linear(x, self.weight, self.bias)
+
+
+def read_in_place(module: nn.Module) -> bool:
+    """Make `module` read its weight on the host if it is a plain `nn.Linear`; returns whether it does now.
+
+    A subclass has a forward of its own, which is left alone: it works on the view.
+    """
+    if type(module) is nn.Linear:
+        module.__class__ = HostLinear
+    return type(module) is HostLinear
+
+
+def restore_class(module: nn.Module) -> None:
+    """Undo `read_in_place`."""
+    if type(module) is HostLinear:
+        module.__class__ = nn.Linear

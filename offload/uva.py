@@ -1,0 +1,87 @@
+"""uva: kernels read host weights in place, over the bus, through device views of page-locked memory.
+
+A matrix crosses the bus once per use, whatever reads it. A vector (a norm, a bias) is read by every row, so it is not
+read in place: all vectors of a layer cross together, by one copy on the compute stream right before the layer runs,
+into a staging buffer that the layers share. The stream's own order keeps one layer's vectors from overtaking another's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor, nn
+
+from offload.allocation import Allocation, view
+from offload.device import Device, Residency
+from offload.hooks import Hook
+from offload.linear import read_in_place, restore_class
+from offload.offloading import OffloadingBackend
+from offload.report import MemoryReport
+
+
+class UvaBackend(OffloadingBackend):
+    """Host weights as device views; their vectors staged once per use.
+
+    A weight that layers share has its place with the first of them; the others read it in place, vectors too.
+    """
+
+    _staging: Allocation | None = None
+
+    def _reserve(self) -> None:
+        super()._reserve()
+        largest_bytes = max((self._slab.vectors(layer).numel() for layer in self._plan.offloaded_layers), default=0)
+        self._staging = Allocation(self._device, largest_bytes)
+
+    def _is_staged(self, name: str) -> bool:
+        weight = self._weights[name]
+        return name in self._slab.places and len(weight.shape) < 2 and self._slab.places[name].layer == weight.layer
+
+    def _identity(self, name: str) -> Hashable:
+        return super()._identity(name), self._is_staged(name)
+
+    def _view_of_host_weight(self, name: str) -> Tensor:
+        if not self._is_staged(name):
+            return self._device.device_view(self._true(name))
+        weight = self._weights[name]
+        return view(self._staging.memory, self._slab.places[name].offset_bytes, weight.shape, weight.dtype)
+
+    def _planned_residency(self, name: str) -> Residency:
+        return "host" if name in self._slab.places and not self._is_staged(name) else "device"
+
+    def _register_hooks(self, model: nn.Module, layers: Sequence[nn.Module]) -> None:
+        super()._register_hooks(model, layers)
+        for name in self._plan.offloaded:
+            path, _, leaf = name.rpartition(".")
+            if leaf == "weight":
+                read_in_place(model.get_submodule(path))
+        for layer in self._plan.offloaded_layers:
+            vectors = self._slab.vectors(layer)
+            if vectors.numel():
+                hook = _StageVectors(self._device, self._staging.memory[: vectors.numel()], vectors)
+                self._handles.append(layers[layer].register_forward_pre_hook(hook, prepend=True))
+
+    def _restore_classes(self, model: nn.Module) -> None:
+        for name in self._plan.offloaded:
+            restore_class(model.get_submodule(name.rpartition(".")[0]))
+
+    def report(self) -> MemoryReport:
+        return replace(super().report(), staging_bytes=self._staging.nbytes if self._staging is not None else 0)
+
+    def _release(self) -> None:
+        super()._release()
+        if self._staging is not None:
+            self._staging.release()
+
+
+class _StageVectors(Hook):
+    """Brings one layer's vectors to the device, before the layer."""
+
+    __slots__ = ("_destination", "_device", "_source")
+
+    def __init__(self, device: Device, destination: Tensor, source: Tensor) -> None:
+        self._device, self._destination, self._source = device, destination, source
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        self._device.copy(self._destination, self._source)
