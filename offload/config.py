@@ -117,6 +117,32 @@ class OffloadConfig:
             return cls()
         return _validated(_ADAPTER.validate_json, text)
 
+    @classmethod
+    def from_argument(cls, argument: str | None) -> "OffloadConfig":
+        """Read a configuration as it is written on a command line.
+
+        Args:
+            argument: JSON text, or `@FILE` for a file with it in UTF-8; None for no offload.
+
+        Returns:
+            The configuration.
+
+        Raises:
+            OffloadConfigError: the file cannot be read, or holds no valid configuration.
+        """
+        if argument is None or not argument.startswith("@"):
+            return cls.from_json(argument)
+        path = argument[1:]
+        try:
+            with open(path, encoding="utf-8") as file:
+                text = file.read()
+        except (OSError, UnicodeError, ValueError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+            raise OffloadConfigError(
+                f"offload config file {shortened(path)} cannot be read ({reason}), name one with the JSON object"
+            ) from error
+        return cls.from_json(text)
+
     @property
     def resolved_backend(self) -> Literal["uva", "prefetch"] | None:
         """The backend that ``"auto"`` stands for, or the one that is named; None for no offload."""

@@ -1,0 +1,106 @@
+"""The command line: finds the subcommand, runs it, and turns whatever ends it into one line and an exit code.
+
+A subcommand is a module in `offload/commands/` whose docstring's first line is its help, with `add_arguments(parser)`
+and `run(arguments) -> exit code`. Those modules import torch only when they run, so that what needs none stays quick.
+"""
+
+import argparse
+import importlib
+import os
+import pkgutil
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any, NoReturn
+
+from offload import __version__, commands
+from offload.errors import ModelLoadError, OffloadConfigError, OffloadConfigWarning
+
+EXIT_GENERATION = 1
+EXIT_CONFIG = 2
+EXIT_LOAD = 3
+EXIT_INTERRUPTED = 130  # 128 + SIGINT, as a shell reports it
+EXIT_BROKEN_PIPE = 141  # 128 + SIGPIPE
+
+
+class _Parser(argparse.ArgumentParser):
+    """An argument parser whose refusals are a usage error like any other, in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        words = (word if len(word) <= 80 else word[:77] + "..." for word in message.split())
+        raise OffloadConfigError(f"{' '.join(words)}, see `{self.prog} --help`")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line.
+
+    Args:
+        argv: the arguments, without the program's name; None for the process's own.
+
+    Returns:
+        The exit code: 0; 1 if generating failed; 2 for a wrong configuration or usage; 3 if the model cannot be loaded;
+        130 after Ctrl-C.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("always", OffloadConfigWarning)
+        warnings.showwarning = _print_warning
+        return _exit_code(lambda: _run(argv))
+
+
+def _run(argv: Sequence[str] | None) -> int:
+    arguments = _parser().parse_args(argv)
+    return arguments.run(arguments)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="offload", description="LLM weight offloading.", allow_abbrev=False)
+    parser.add_argument("--version", action="version", version=f"offload {__version__}")
+    subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for name, module in _subcommands().items():
+        summary, _, description = (module.__doc__ or "").partition("\n")
+        subparser = subparsers.add_parser(
+            name, help=summary, description=f"{summary}\n{description}", allow_abbrev=False, formatter_class=_HELP
+        )
+        module.add_arguments(subparser)
+        subparser.set_defaults(run=module.run)
+    return parser
+
+
+_HELP = argparse.RawDescriptionHelpFormatter
+
+
+def _subcommands() -> dict[str, ModuleType]:
+    names = sorted(info.name for info in pkgutil.iter_modules(commands.__path__) if not info.name.startswith("_"))
+    return {name: importlib.import_module(f"{commands.__name__}.{name}") for name in names}
+
+
+def _exit_code(run: Callable[[], int]) -> int:
+    try:
+        code = run()
+        sys.stdout.flush()
+        return code
+    except OffloadConfigError as error:
+        return _fatal(error, EXIT_CONFIG)
+    except ModelLoadError as error:
+        return _fatal(error, EXIT_LOAD)
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # The reader left. The interpreter flushes stdout once more at exit; give it somewhere to write.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_BROKEN_PIPE
+    except (ValueError, RuntimeError, MemoryError, OSError) as error:
+        return _fatal(error, EXIT_GENERATION)
+
+
+def _fatal(error: BaseException, code: int) -> int:
+    text = " ".join(str(error).split()) or type(error).__name__
+    sys.stdout.flush()
+    print(f"offload: fatal: {text}", file=sys.stderr)
+    return code
+
+
+def _print_warning(message: Warning | str, category: type[Warning], *_: Any, **__: Any) -> None:
+    subject = "offload_config: " if issubclass(category, OffloadConfigWarning) else ""
+    print(f"[offload] {subject}{' '.join(str(message).split())}", file=sys.stderr)
