@@ -1,7 +1,7 @@
 """GEMM kernels that read weights from page-locked host memory over the bus, every byte once, for any number of rows.
 
-Needs torch and triton alone. Everything below is resolved on first use, so that importing the package costs nothing and works
-without a GPU and without triton: on CPU tensors `linear` is torch's own product.
+Needs torch and triton alone. Everything below is resolved on first use, so that importing the package costs nothing
+and works without a GPU and without triton: on CPU tensors `linear` is torch's own product.
 """
 
 from importlib import import_module
@@ -28,7 +28,19 @@ _HOME = {
     "device_view": "memory",
     "is_host_resident": "memory",
 }
-__all__ = sorted(_HOME)
+__all__ = [
+    "LinkRates",
+    "check_routing",
+    "check_weight",
+    "choose_schedule",
+    "device_view",
+    "fused_experts",
+    "grouped_linear",
+    "is_host_resident",
+    "linear",
+    "page_lock",
+    "probe",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,9 +1,9 @@
 """Tile choices: which block of W one program holds, per kernel, dtype, architecture and number of rows of x.
 
-A tile is a block of ``block_n`` rows of W by ``block_k`` columns, multiplied with ``block_m`` rows of x. What a tile must
-satisfy is written once, in `refusal`. The tables were compiled ahead of time for every target: no stack, no spills, 16-byte
-weight loads. They are stated for 2-byte elements; a wider element takes proportionally fewer columns, so that the bytes of a
-tile, and with them the requests on the bus and the shared memory, stay the same.
+A tile is a block of ``block_n`` rows of W by ``block_k`` columns, multiplied with ``block_m`` rows of x. What a tile
+must satisfy is written once, in `refusal`. The tables were compiled ahead of time for every target: no stack, no
+spills, 16-byte weight loads. They are stated for 2-byte elements; a wider element takes proportionally fewer columns,
+so that the bytes of a tile, and with them the requests on the bus and the shared memory, stay the same.
 """
 
 from dataclasses import dataclass, replace
@@ -34,9 +34,10 @@ class Tile:
     stages: int
     warps: int
 
-    def shared_bytes(self, element_bytes: int) -> int:
-        """Shared memory that the pipelined operands take at most."""
-        return self.stages * (self.block_n + self.block_m) * self.block_k * element_bytes
+    def shared_bytes(self, element_bytes: int, arch: int) -> int:
+        """Shared memory of the pipelined operands: ``mma.sync`` keeps one buffer fewer than wgmma and tcgen05."""
+        buffers = max(1, self.stages - (0 if _warp_group(arch) else 1))
+        return buffers * (self.block_n + self.block_m) * self.block_k * element_bytes
 
     def in_flight_bytes(self, element_bytes: int) -> int:
         """Weight bytes that one program keeps on their way (``mma.sync`` pipelines allocate ``stages - 1`` buffers)."""
@@ -66,7 +67,8 @@ class GroupedTile(Tile):
 
 @dataclass(frozen=True)
 class Specialisation:
-    """What the compiler is told about one kernel: enough for a launch, for an ahead-of-time build and for a test of the code.
+    """What the compiler is told about one kernel: enough for a launch, for an ahead-of-time build and for a test of
+    the code.
 
     Args:
         kernel: Name of the kernel in its module.
@@ -90,19 +92,20 @@ class Specialisation:
         return {(order.index(name),): [["tt.divisibility", 16]] for name in self.divisible_by_16}
 
 
-# Largest number of rows of x -> tile. mma.sync (sm_80, sm_86, sm_89, sm_120) wants narrow tiles, wgmma and tcgen05 64 rows of W.
+# Largest number of rows of x -> tile. mma.sync (sm_80, sm_86, sm_89, sm_120) and the fp32 units take narrow tiles
+# without spilling; wgmma and tcgen05 multiply 64 rows of W at a time.
 _MMA_SYNC = {
     "skinny": {
         8: SkinnyTile(16, 8, 256, 6, 4),
         16: SkinnyTile(32, 16, 256, 4, 4),
-        32: SkinnyTile(64, 32, 128, 4, 4),
+        32: SkinnyTile(32, 32, 128, 6, 4),
         64: SkinnyTile(32, 64, 128, 4, 4),
         128: SkinnyTile(32, 128, 64, 4, 4),
         256: SkinnyTile(32, 256, 64, 3, 8),
     },
-    "wide": {0: WideTile(64, 256, 64, 3, 8, copy_stages=4)},
-    "gate_up": {0: GroupedTile(64, 16, 128, 3, 4)},
-    "down": {0: GroupedTile(64, 16, 128, 4, 4)},
+    "wide": {0: WideTile(64, 128, 64, 3, 8, copy_stages=4)},
+    "gate_up": {16: GroupedTile(32, 16, 128, 4, 8), 0: GroupedTile(32, 64, 64, 4, 8)},
+    "down": {16: GroupedTile(64, 16, 128, 4, 8), 0: GroupedTile(64, 64, 64, 4, 8)},
 }
 _WARP_GROUP = {
     "skinny": {
@@ -114,8 +117,8 @@ _WARP_GROUP = {
         256: SkinnyTile(64, 256, 64, 4, 8),
     },
     "wide": {0: WideTile(64, 256, 64, 3, 8, copy_stages=4)},
-    "gate_up": {0: GroupedTile(64, 16, 128, 3, 4)},
-    "down": {0: GroupedTile(64, 16, 128, 4, 4)},
+    "gate_up": {16: GroupedTile(64, 16, 128, 3, 8), 0: GroupedTile(64, 64, 64, 4, 8)},
+    "down": {16: GroupedTile(64, 16, 128, 4, 8), 0: GroupedTile(64, 64, 64, 3, 8)},
 }
 _INTERPRETED = {
     "skinny": {
@@ -131,16 +134,24 @@ _INTERPRETED = {
 SKINNY_ROWS = 256  # above this many rows of x, accumulators no longer fit the registers of one program
 
 
-def table(kind: str, arch: int) -> dict[int, Tile]:
+def _warp_group(arch: int) -> bool:
+    """Whether products of an architecture are made by warp groups (wgmma, tcgen05)."""
+    return arch // 10 in (9, 10)
+
+
+def table(kind: str, element_bytes: int, arch: int) -> dict[int, Tile]:
     """All default tiles of a kernel, by the largest number of rows of x each takes (0: any number).
 
     Args:
         kind: ``skinny``, ``wide``, ``gate_up`` or ``down``.
+        element_bytes: Bytes of one element of W.
         arch: Compute capability as an integer (80, 89, 90, 100, 120), or `INTERPRETER`.
     """
     if arch == INTERPRETER:
-        return _INTERPRETED[kind]
-    return (_WARP_GROUP if arch // 10 in (9, 10) else _MMA_SYNC)[kind]
+        choices = _INTERPRETED
+    else:
+        choices = _WARP_GROUP if _warp_group(arch) and element_bytes < 4 else _MMA_SYNC
+    return {rows: replace(tile, block_k=tile.block_k * 2 // element_bytes) for rows, tile in choices[kind].items()}
 
 
 def pick(kind: str, rows: int, element_bytes: int, arch: int) -> Tile:
@@ -158,16 +169,11 @@ def pick(kind: str, rows: int, element_bytes: int, arch: int) -> Tile:
     Raises:
         ValueError: No tile of this kernel covers so many rows.
     """
-    choices = table(kind, arch)
+    choices = table(kind, element_bytes, arch)
     limit = next((limit for limit in sorted(choices) if limit == 0 or rows <= limit), None)
     if limit is None:
         raise ValueError(f"{kind} takes at most {max(choices)} rows of x, got {rows}: use schedule 'wide' or 'staged'")
-    return scaled(choices[limit], element_bytes)
-
-
-def scaled(tile: Tile, element_bytes: int) -> Tile:
-    """The same tile in bytes for another element size than 2 bytes."""
-    return replace(tile, block_k=tile.block_k * 2 // element_bytes)
+    return choices[limit]
 
 
 def refusal(tile: Tile, element_bytes: int, arch: int) -> str | None:
@@ -177,12 +183,14 @@ def refusal(tile: Tile, element_bytes: int, arch: int) -> str | None:
         if value < 1 or value & (value - 1):
             return f"{name}={value} must be a power of two"
     if tile.block_k * element_bytes < LINE_BYTES:
-        return f"block_k={tile.block_k} of {element_bytes}-byte elements asks for less than a line of {LINE_BYTES} bytes"
+        return (
+            f"block_k={tile.block_k} of {element_bytes}-byte elements asks for less than a line of {LINE_BYTES} bytes"
+        )
     if tile.block_k < 16:
         return f"block_k={tile.block_k} is less than the 16 that tl.dot needs"
     limit = shared_limit_bytes(arch)
-    if arch != INTERPRETER and tile.shared_bytes(element_bytes) > limit:
-        return f"{tile.shared_bytes(element_bytes)} bytes of shared memory exceed the {limit} of sm_{arch}"
+    if arch != INTERPRETER and tile.shared_bytes(element_bytes, arch) > limit:
+        return f"{tile.shared_bytes(element_bytes, arch)} bytes of shared memory exceed the {limit} of sm_{arch}"
     return None
 
 
