@@ -17,7 +17,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
-from offload.errors import ModelLoadError
+from offload.errors import ModelLoadError, NotEnoughMemoryError
 from offload.text import gib, shortened
 
 Residency = Literal["host", "device"]
@@ -156,11 +156,13 @@ def require_memory(place: str, needed_bytes: int, memory: FreeMemory, remedy: st
     """Refuse an allocation that does not fit, before it is tried.
 
     Raises:
-        ModelLoadError: names what is needed, what there is, and the remedy.
+        NotEnoughMemoryError: names what is needed, what there is, and the remedy.
     """
     if needed_bytes > memory.free_bytes:
-        raise ModelLoadError(
-            f"not enough memory on {place}: needs {gib(needed_bytes)}, has {gib(memory.free_bytes)}; {remedy}"
+        raise NotEnoughMemoryError(
+            f"not enough memory on {place}: needs {gib(needed_bytes)}, has {gib(memory.free_bytes)}; {remedy}",
+            needed_bytes,
+            memory.free_bytes,
         )
 
 

@@ -36,5 +36,17 @@ class ModelLoadError(RuntimeError):
     """The model cannot be loaded with this configuration on this device; the CLI exits with 3."""
 
 
+class NotEnoughMemoryError(ModelLoadError):
+    """Host or device cannot give the memory that is needed; a sweep over configurations goes on with the next.
+
+    Attributes:
+        needed_bytes, free_bytes: what was asked for, and what there was.
+    """
+
+    def __init__(self, text: str, needed_bytes: int, free_bytes: int) -> None:
+        super().__init__(text)
+        self.needed_bytes, self.free_bytes = needed_bytes, free_bytes
+
+
 class OffloadConfigWarning(UserWarning):
     """A part of the configuration has no effect, or not the one it seems to have."""
