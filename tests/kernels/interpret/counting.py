@@ -1,4 +1,4 @@
-"""An instrument around the Triton interpreter's loads and stores: how often each element was touched, and by whom.
+"""An instrument around the Triton interpreter's loads: how often each element was read, and by which program.
 
 The promise of these kernels is that every weight byte crosses the bus once. A sum of bytes could hide an element that
 is read twice beside one that is never read, so the instrument keeps a counter and an owner for every single element.
@@ -21,7 +21,6 @@ class Watched:
 
     tensor: torch.Tensor
     loads: np.ndarray = field(init=False)
-    stores: np.ndarray = field(init=False)
     first_owner: np.ndarray = field(init=False)
     last_owner: np.ndarray = field(init=False)
 
@@ -32,7 +31,6 @@ class Watched:
         elements = storage.nbytes() // self.itemsize
         self.end = self.base + elements * self.itemsize
         self.loads = np.zeros(elements, dtype=np.int64)
-        self.stores = np.zeros(elements, dtype=np.int64)
         self.first_owner = np.full(elements, NOBODY, dtype=np.int64)
         self.last_owner = np.full(elements, NOBODY, dtype=np.int64)
 
@@ -41,7 +39,7 @@ class Watched:
         if addresses.size == 0 or addresses.max() < self.base or addresses.min() >= self.end:
             return addresses[:0]
         inside = addresses[(addresses >= self.base) & (addresses < self.end)] - np.uint64(self.base)
-        assert not (inside % self.itemsize).any(), "an access that straddles two elements"
+        assert not (inside % self.itemsize).any(), "a load that straddles two elements"
         return inside // np.uint64(self.itemsize)
 
     def record_load(self, addresses: np.ndarray, owner: int) -> None:
@@ -50,9 +48,6 @@ class Watched:
         fresh = index[self.first_owner[index] == NOBODY]
         self.first_owner[fresh] = owner
         self.last_owner[index] = owner
-
-    def record_store(self, addresses: np.ndarray) -> None:
-        np.add.at(self.stores, self.elements_at(addresses), 1)
 
     def of_view(self, counters: np.ndarray) -> np.ndarray:
         """The counters of the tensor's own elements, in the tensor's shape."""
@@ -72,15 +67,9 @@ class Watched:
         assert (self.first_owner == self.last_owner).all(), "an element was read by two programs"
         assert not self.of_padding(self.loads).any(), "padding was read"
 
-    def assert_each_element_stored_once(self) -> None:
-        """The output is written once an element, and nothing beside it is."""
-        stores = self.of_view(self.stores)
-        assert (stores == 1).all(), f"stores per element: {np.unique(stores, return_counts=True)}"
-        assert not self.of_padding(self.stores).any(), "padding was written"
 
-
-class AccessCounter:
-    """Counts, while entered, what interpreted kernels load from and store to the watched tensors.
+class LoadCounter:
+    """Counts, while entered, what interpreted kernels load from the watched tensors.
 
     A program is named by its launch and its index in the grid, so that two launches do not look like one owner.
     """
@@ -90,7 +79,7 @@ class AccessCounter:
         self.launches = 0
 
     def watch(self, tensor: torch.Tensor) -> Watched:
-        """Count accesses to the storage of `tensor` from now on."""
+        """Count loads from the storage of `tensor` from now on."""
         watched = Watched(tensor)
         self.watched.append(watched)
         return watched
@@ -100,9 +89,9 @@ class AccessCounter:
         size_x, size_y, _ = interpreter_builder.grid_dim
         return (self.launches << 40) | (x + size_x * (y + size_y * z))
 
-    def __enter__(self) -> AccessCounter:
+    def __enter__(self) -> LoadCounter:
         builder = interpreter_builder
-        load, store, set_grid_dim = builder.create_masked_load, builder.create_masked_store, builder.set_grid_dim
+        load, set_grid_dim = builder.create_masked_load, builder.set_grid_dim
 
         def counted_load(ptrs, mask, *args):
             addresses = _active_addresses(ptrs, mask)
@@ -110,24 +99,17 @@ class AccessCounter:
                 watched.record_load(addresses, self.owner())
             return load(ptrs, mask, *args)
 
-        def counted_store(ptrs, value, mask, *args):
-            addresses = _active_addresses(ptrs, mask)
-            for watched in self.watched:
-                watched.record_store(addresses)
-            return store(ptrs, value, mask, *args)
-
         def counted_launch(*grid):
             self.launches += 1
             set_grid_dim(*grid)
 
         # Instance attributes: the class stays untouched, and __exit__ only has to delete them again.
         builder.create_masked_load = counted_load
-        builder.create_masked_store = counted_store
         builder.set_grid_dim = counted_launch
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        for name in ("create_masked_load", "create_masked_store", "set_grid_dim"):
+        for name in ("create_masked_load", "set_grid_dim"):
             delattr(interpreter_builder, name)
 
 
