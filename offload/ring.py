@@ -40,7 +40,7 @@ def stalling_layers(offloaded: Sequence[int], layers: Sequence[int], step: int) 
     stalls = []
     for previous, follower in enumerate(refill_order(len(offloaded), step)):
         distance = position[offloaded[follower]] - position[offloaded[previous]]
-        if follower != previous and distance % len(layers) == 1:
+        if distance % len(layers) == 1:
             stalls.append(offloaded[follower])
     return tuple(sorted(stalls))
 
