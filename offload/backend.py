@@ -8,7 +8,7 @@ weight goes (`destination`), binds a model's parameters to what it reserved (`at
 from __future__ import annotations
 
 import weakref
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -102,7 +102,9 @@ class Backend:
         self._resident: Allocation | None = None
         self._is_closed = False
         try:
-            self._reserve()
+            # Tensors made in inference mode could not be written outside of it, whoever runs the model later.
+            with torch.inference_mode(False):
+                self._reserve()
         except BaseException:
             self.close()
             raise
@@ -162,8 +164,9 @@ class Backend:
             raise ValueError("this backend has a model already: detach() it first")
         self._model = weakref.ref(model)
         try:
-            self._bind(model)
-            self._register_hooks(model, layers)
+            with torch.inference_mode(False):
+                self._bind(model)
+                self._register_hooks(model, layers)
             if self._device.simulated:
                 self._handles += name_layers(layers, self._device)
             self.check_residency()
@@ -172,17 +175,12 @@ class Backend:
             raise
 
     def _bind(self, model: nn.Module) -> None:
-        parameters: dict[Hashable, nn.Parameter] = {}
-        for name in self._weights:
-            identity = self._identity(name)
-            if identity not in parameters:
-                parameters[identity] = nn.Parameter(self._bound(name), requires_grad=False)
-            _set_parameter(model, name, parameters[identity])
-            self._parameters[name] = weakref.ref(parameters[identity])
-
-    def _identity(self, name: str) -> Hashable:
-        """Equal for names that one `nn.Parameter` stands for."""
-        return self._weights[name].storage
+        parameters: dict[int, nn.Parameter] = {}
+        for name, weight in self._weights.items():
+            if weight.storage not in parameters:
+                parameters[weight.storage] = nn.Parameter(self._bound(name), requires_grad=False)
+            _set_parameter(model, name, parameters[weight.storage])
+            self._parameters[name] = weakref.ref(parameters[weight.storage])
 
     def _bound(self, name: str) -> Tensor:
         """What the parameter `name` looks at while the model runs."""

@@ -6,9 +6,12 @@ patched, and nothing else about the module changes.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
 from offload_kernels import linear
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class HostLinear(nn.Linear):
@@ -20,11 +23,11 @@ class HostLinear(nn.Linear):
 
 
 def read_in_place(module: nn.Module) -> bool:
-    """Make `module` read its weight on the host if it is a plain `nn.Linear`; returns whether it does now.
+    """Make a plain `nn.Linear` of a dtype that our kernels take use them; returns whether `module` does now.
 
-    A subclass has a forward of its own, which is left alone: it works on the view.
+    Everything else works on the view as it is: a subclass has a forward of its own.
     """
-    if type(module) is nn.Linear:
+    if type(module) is nn.Linear and module.weight.dtype in _DTYPES:
         module.__class__ = HostLinear
     return type(module) is HostLinear
 

@@ -48,8 +48,9 @@ class OffloadingBackend(Backend):
             path, _, leaf = name.rpartition(".")
             by_module.setdefault(path, {})[leaf] = self._true(name)
         for path, own in by_module.items():
-            hook = _TrueState(own)
-            self._handles.append(model.get_submodule(path).register_state_dict_post_hook(hook))
+            module = model.get_submodule(path)
+            self._handles.append(module.register_state_dict_post_hook(_TrueState(own)))
+            self._handles.append(module.register_load_state_dict_pre_hook(_RefuseLoading()))
 
     def report(self) -> MemoryReport:
         report = super().report()
@@ -65,6 +66,13 @@ class OffloadingBackend(Backend):
         super()._release()
         if self._slab is not None:
             self._slab.close()
+
+
+class _RefuseLoading(Hook):
+    """Refuses `load_state_dict`, which would write into a slot or a staging buffer and be lost."""
+
+    def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+        raise ValueError(f"cannot load a state dict into the offloaded module {prefix!r}: restore the model first")
 
 
 class _TrueState(Hook):

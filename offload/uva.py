@@ -7,7 +7,7 @@ into a staging buffer that the layers share. The stream's own order keeps one la
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -24,31 +24,32 @@ from offload.report import MemoryReport
 class UvaBackend(OffloadingBackend):
     """Host weights as device views; their vectors staged once per use.
 
-    A weight that layers share has its place with the first of them; the others read it in place, vectors too.
+    A vector that several layers share has one place and so no layer's copy to come with: it is read in place.
     """
 
     _staging: Allocation | None = None
 
     def _reserve(self) -> None:
         super()._reserve()
+        self._staged = self._vectors_of_one_layer()
         largest_bytes = max((self._slab.vectors(layer).numel() for layer in self._plan.offloaded_layers), default=0)
         self._staging = Allocation(self._device, largest_bytes)
 
-    def _is_staged(self, name: str) -> bool:
-        weight = self._weights[name]
-        return name in self._slab.places and len(weight.shape) < 2 and self._slab.places[name].layer == weight.layer
-
-    def _identity(self, name: str) -> Hashable:
-        return super()._identity(name), self._is_staged(name)
+    def _vectors_of_one_layer(self) -> frozenset[str]:
+        layers: dict[int, set[int | None]] = {}
+        for name in self._plan.offloaded:
+            layers.setdefault(self._weights[name].storage, set()).add(self._weights[name].layer)
+        vectors = (self._weights[name] for name in self._plan.offloaded if len(self._weights[name].shape) < 2)
+        return frozenset(weight.name for weight in vectors if len(layers[weight.storage]) == 1)
 
     def _view_of_host_weight(self, name: str) -> Tensor:
-        if not self._is_staged(name):
+        if name not in self._staged:
             return self._device.device_view(self._true(name))
         weight = self._weights[name]
         return view(self._staging.memory, self._slab.places[name].offset_bytes, weight.shape, weight.dtype)
 
     def _planned_residency(self, name: str) -> Residency:
-        return "host" if name in self._slab.places and not self._is_staged(name) else "device"
+        return "host" if name in self._slab.places and name not in self._staged else "device"
 
     def _register_hooks(self, model: nn.Module, layers: Sequence[nn.Module]) -> None:
         super()._register_hooks(model, layers)
