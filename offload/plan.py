@@ -47,7 +47,7 @@ class ParameterSpec:
     @property
     def identity(self) -> Hashable:
         """Equal for specs of one tensor."""
-        return (self.name,) if self.storage is None else self.storage
+        return ("name", self.name) if self.storage is None else self.storage
 
 
 class Place(NamedTuple):
@@ -160,14 +160,15 @@ def plan(parameters: Iterable[ParameterSpec], config: OffloadConfig) -> Plan:
     walk = _walk(parameters, config.selectors)
     kept = _kept_on_device(parameters, prefetch=config.resolved_backend == "prefetch")
     choose = _choose_uva if config.resolved_backend == "uva" else _choose_prefetch
-    chosen = choose(config, [step for step in walk if step.spec.nbytes and step.spec.identity not in kept])
+    chosen = choose(config, [step for step in walk if step.spec.nbytes and step.identity not in kept])
     return _assembled(config, walk, chosen, kept)
 
 
 class _Step(NamedTuple):
-    """One parameter of the walk over the decoder layers."""
+    """One parameter of the walk over the decoder layers; `rest` is its name below its layer."""
 
     spec: ParameterSpec
+    identity: Hashable
     layer: int
     rest: str
     matching: frozenset[str]
@@ -187,18 +188,22 @@ def _walk(parameters: Sequence[ParameterSpec], texts: Sequence[str]) -> list[_St
         start = len(path) + 1 if path else 0
         for spec in specs:
             rest = spec.name[start:]
-            matching = selectors.matching(rest, rooted)
-            walk.append(_Step(spec, layer, rest, matching, bool(matching) or not texts))
+            matching = selectors.matching(rest, rooted) if texts else frozenset()
+            walk.append(_Step(spec, spec.identity, layer, rest, matching, bool(matching) or not texts))
     return walk
 
 
 def _kept_on_device(parameters: Sequence[ParameterSpec], prefetch: bool) -> set[Hashable]:
     """Storages that another user needs on the device: outside the layers, or, under prefetch, in a second layer."""
-    layers_of: dict[Hashable, set[int | None]] = {}
+    first_user: dict[Hashable, int | None] = {}
+    kept = set()
     for spec in parameters:
-        if spec.storage is not None:
-            layers_of.setdefault(spec.storage, set()).add(spec.layer)
-    return {storage for storage, layers in layers_of.items() if None in layers or (prefetch and len(layers) > 1)}
+        if spec.storage is None:
+            continue
+        layer = first_user.setdefault(spec.storage, spec.layer)
+        if layer is None or spec.layer is None or (prefetch and layer != spec.layer):
+            kept.add(spec.storage)
+    return kept
 
 
 def _choose_uva(config: OffloadConfig, walk: Sequence[_Step]) -> set[Hashable]:
@@ -207,15 +212,15 @@ def _choose_uva(config: OffloadConfig, walk: Sequence[_Step]) -> set[Hashable]:
     for step in walk:
         if taken_bytes >= budget_bytes:
             break
-        if step.selected and step.spec.identity not in chosen:
-            chosen.add(step.spec.identity)
+        if step.selected and step.identity not in chosen:
+            chosen.add(step.identity)
             taken_bytes += step.spec.nbytes
     return chosen
 
 
 def _choose_prefetch(config: OffloadConfig, walk: Sequence[_Step]) -> set[Hashable]:
     offloads = in_group(config)
-    return {step.spec.identity for step in walk if step.selected and offloads(step.layer)}
+    return {step.identity for step in walk if step.selected and offloads(step.layer)}
 
 
 def in_group(config: OffloadConfig) -> Callable[[int], bool]:
@@ -226,7 +231,7 @@ def in_group(config: OffloadConfig) -> Callable[[int], bool]:
 
 
 def _assembled(config: OffloadConfig, walk: Sequence[_Step], chosen: set[Hashable], kept: set[Hashable]) -> Plan:
-    taken = [step for step in walk if step.spec.identity in chosen]
+    taken = [step for step in walk if step.identity in chosen]
     layouts, places = _laid_out(taken)
     layers = tuple(sorted({step.layer for step in taken}))
     all_layers = sorted({step.layer for step in walk})
@@ -245,7 +250,7 @@ def _assembled(config: OffloadConfig, walk: Sequence[_Step], chosen: set[Hashabl
         names_below_layers=frozenset(step.rest for step in walk),
         matched=frozenset().union(*{step.matching for step in walk}),
         effective=frozenset().union(*{step.matching for step in taken}),
-        kept_names=tuple(step.spec.name for step in walk if step.selected and step.spec.identity in kept),
+        kept_names=tuple(step.spec.name for step in walk if step.selected and step.identity in kept),
     )
     return Plan(
         backend=config.resolved_backend,
@@ -272,12 +277,12 @@ def _laid_out(taken: Sequence[_Step]) -> tuple[tuple[LayerLayout, ...], dict[str
     first_place: dict[Hashable, Place] = {}
     ends: dict[int, int] = {}
     for step in taken:
-        place = first_place.get(step.spec.identity)
+        place = first_place.get(step.identity)
         if place is None:
             place = Place(step.layer, ends.get(step.layer, 0), step.spec.nbytes)
             ends[step.layer] = place.offset_bytes + aligned(place.nbytes)
             by_layer.setdefault(step.layer, {})[step.spec.name] = place
-            first_place[step.spec.identity] = place
+            first_place[step.identity] = place
         places[step.spec.name] = place
     layouts = tuple(
         LayerLayout(layer, tuple(own), tuple(place.offset_bytes for place in own.values()), ends[layer])
