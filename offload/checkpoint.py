@@ -40,6 +40,7 @@ class SafetensorsFolder:
         Raises:
             ModelLoadError: a tensor is missing, unexpected, or of another shape or dtype; names the file and tensor.
         """
+        model.choose_layout(self.entries)
         expected = model.checkpoint_slices()
         faults = [
             *_missing(expected, self.entries),

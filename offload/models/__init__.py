@@ -10,6 +10,7 @@ import torch
 from offload.errors import ModelLoadError
 from offload.models.base import Architecture, CacheShape, Checkpoint, Slice
 from offload.models.dense import LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM
+from offload.models.moe import MixtralForCausalLM, Qwen2MoeForCausalLM, Qwen3MoeForCausalLM
 from offload.plan import ParameterSpec
 from offload.text import shortened
 
@@ -36,8 +37,16 @@ def register(cls: type[Architecture]) -> type[Architecture]:
     return cls
 
 
-for _dense in (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM):
-    register(_dense)
+for _known in (
+    LlamaForCausalLM,
+    MistralForCausalLM,
+    Qwen2ForCausalLM,
+    Qwen3ForCausalLM,
+    Qwen3MoeForCausalLM,
+    MixtralForCausalLM,
+    Qwen2MoeForCausalLM,
+):
+    register(_known)
 
 
 def architecture(config: Mapping[str, Any]) -> type[Architecture]:

@@ -6,7 +6,7 @@ tensor goes inside a fused parameter) and `load_weights`, which asks for the des
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
@@ -84,6 +84,9 @@ class Architecture(nn.Module):
     def cache_shape(self) -> CacheShape:
         """What the engine must keep per token."""
         raise TypeError(f"{type(self).__name__} does not say what it caches")
+
+    def choose_layout(self, names: Container[str]) -> None:
+        """Be told a checkpoint's names, before `checkpoint_slices`; for architectures that know several layouts."""
 
     def checkpoint_slices(self) -> dict[str, Slice]:
         """Map every checkpoint tensor's name to its place. What is not in here is unexpected in a file."""

@@ -13,6 +13,9 @@ CONFIGS = {
     "MistralForCausalLM": transformers.MistralConfig,
     "Qwen2ForCausalLM": transformers.Qwen2Config,
     "Qwen3ForCausalLM": transformers.Qwen3Config,
+    "Qwen3MoeForCausalLM": transformers.Qwen3MoeConfig,
+    "Qwen2MoeForCausalLM": transformers.Qwen2MoeConfig,
+    "MixtralForCausalLM": transformers.MixtralConfig,
 }
 SIZES = {
     "vocab_size": 97,
@@ -57,6 +60,7 @@ def reference_model(name, folder, seed=0, **options):
 def bound_model(config, state):
     """Our model of `config` in fp32 on the CPU, every parameter filled from `state`."""
     model = models.build(config, torch.float32)
+    model.choose_layout(state)
     model.to_empty(device="cpu")
     with torch.no_grad():
         for parameter in model.parameters():
