@@ -30,8 +30,9 @@ class Operator:
     refused: str
 
 
-_OVERWRITING = {"copy_", "fill_", "zero_", "uniform_", "normal_", "random_", "exponential_", "index_put_", "index_copy_",
-                "scatter_", "masked_fill_", "_index_put_impl_"}  # fmt: skip
+_FILLS = {"copy_", "fill_", "zero_", "uniform_", "normal_", "random_", "exponential_"}
+_SCATTERS = {"index_put_", "_index_put_impl_", "index_copy_", "scatter_", "masked_fill_"}
+_DECIDES_ON_THE_HOST = {"is_nonzero", "equal", "allclose"}  # torch does not tag these
 _operators: dict[Any, Operator] = {}
 
 
@@ -52,13 +53,14 @@ def _read_schema(func: Any) -> Operator:
         if argument.alias_info and argument.alias_info.is_write
     ]
     refused = ""
-    if torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags:
+    tags = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
+    if name in _DECIDES_ON_THE_HOST or any(tag in func.tags for tag in tags):
         refused = "it needs values on the host; use Device.to_host, or an operator whose result has a known size"
     return Operator(
         name,
         tuple(i for i, argument in written if not argument.kwarg_only),
         tuple(argument.name for _, argument in written),
-        name in _OVERWRITING or any(argument.is_out for _, argument in written),
+        name in _FILLS or name in _SCATTERS or any(argument.is_out for _, argument in written),
         refused,
     )
 

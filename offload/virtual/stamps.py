@@ -20,7 +20,8 @@ class Stamps:
         self._numbers: dict[Range, int] = {}
 
     def put(self, where: Range, layer: int) -> None:
-        self._numbers.setdefault(where, len(self._numbers))
+        if where not in self._numbers:
+            self._numbers[where] = len(self._numbers)
         self._contents[where] = layer
 
     def check(self, where: Range, layer: int) -> None:
@@ -39,13 +40,15 @@ class Stamps:
         storage, start, end = where
         for buffer, number in self._numbers.items():
             if buffer[0] == storage and buffer[1] <= start and end <= buffer[2]:
-                return f"slot {number} (layer {self._contents[buffer]})"
+                layer = self._contents.get(buffer)
+                return f"slot {number} ({'empty' if layer is None else f'layer {layer}'})"
         return ""
 
     def forget(self, storage: int) -> None:
         """The storage died."""
-        for where in [where for where in self._contents if where[0] == storage]:
-            del self._contents[where], self._numbers[where]
+        for known in (self._contents, self._numbers):
+            for where in [where for where in known if where[0] == storage]:
+                del known[where]
 
     def snapshot(self) -> dict[Range, int]:
         return dict(self._contents)
