@@ -50,8 +50,13 @@ class CudaDevice(Device):
         require_memory("the host", nbytes, self.host_memory(), "offload less, or raise the limit (cgroup, ulimit -l)")
         locks = ExitStack()
         host = map_anonymous(nbytes, on_release=locks.close)
-        with self.active():
-            locks.enter_context(memory.page_lock(_without_owner(host)))
+        try:
+            with self.active():
+                locks.enter_context(memory.page_lock(_without_owner(host)))
+        except RuntimeError as error:
+            raise ModelLoadError(f"cannot page-lock {gib(nbytes)} of host memory: {error}") from error
+        # Done first on release: no kernel and no copy may still read pages that are unlocked.
+        locks.callback(self.synchronise)
         return host
 
     def allocate_device(self, nbytes: int) -> Tensor:
