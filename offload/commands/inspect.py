@@ -87,15 +87,18 @@ def planned_model(path: str, config: OffloadConfig, dtype: str | None = None) ->
         The model and its plan. Headers are not looked at if the plan is refused: the configuration is to blame first.
 
     Raises:
-        ModelLoadError: no such folder, an unknown architecture, or files that do not fit the `config.json`.
+        ModelLoadError: no such folder, an architecture that is unknown or does not support what is
+            asked, or files that do not fit the `config.json`.
     """
     # These import torch, which a configuration alone does not need.
+    from offload.assemble import require_support
     from offload.backend import specs_of, weights_of
     from offload.folder import model_folder, read_config
-    from offload.models import build
+    from offload.models import architecture, build
 
     folder = model_folder(path)
     model_config = read_config(folder)
+    require_support(architecture(model_config), config)
     model = build(model_config, dtype)
     parameters = specs_of(weights_of(model, model.layers))
     made = plan(parameters, config)
