@@ -105,7 +105,7 @@ _MMA_SYNC = {
     },
     "wide": {0: WideTile(64, 128, 64, 3, 8, copy_stages=4)},
     "gate_up": {16: GroupedTile(32, 16, 128, 4, 8), 0: GroupedTile(32, 64, 64, 4, 8)},
-    "down": {16: GroupedTile(64, 16, 128, 4, 8), 0: GroupedTile(64, 64, 64, 4, 8)},
+    "down": {16: GroupedTile(32, 16, 128, 4, 8), 0: GroupedTile(64, 32, 64, 4, 8)},
 }
 _WARP_GROUP = {
     "skinny": {
