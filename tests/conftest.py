@@ -1,5 +1,7 @@
 """What every test process shares: property tests without deadlines, GPU tests skipped where there is no GPU."""
 
+from pathlib import Path
+
 import pytest
 from hypothesis import settings
 
@@ -19,3 +21,11 @@ def _has_gpu() -> bool:
     import torch
 
     return torch.cuda.is_available()
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a whole tiny model in it; not to be written to."""
+    from tests.tiny_folder import write_model
+
+    return write_model(tmp_path_factory.mktemp("tiny"))
