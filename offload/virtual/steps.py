@@ -12,9 +12,9 @@ free*), for a copy (*stall*), for the streams to meet (*join*), or is empty, bec
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Iterator
-from dataclasses import dataclass
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from offload.bound import Bound, Rates, Resource, Traffic, bound
@@ -117,7 +117,7 @@ def report_step(
     traffic = Traffic(*(Fraction(totals[field], PICOSECONDS_PER_S) for field in ("sm", "ce", "hbm", "flops")))
     rates = rates_of(profile)
     limit = bound(traffic, rates)
-    idle = tuple(_idle(simulator, window, host_waits, limit.resource, rates))
+    idle = tuple(_joined(_idle(simulator, window, host_waits, limit.resource, rates)))
     stalls = tuple(_stalls(simulator.log[compute.index] if simulator.log else [], begin_ps, end_ps))
     causes = dict.fromkeys(CAUSES, Fraction(0))
     for interval in idle:
@@ -212,9 +212,9 @@ class _Next:
 
     def __init__(self, log: list[list[Entry]], demands: tuple[str, ...], start_ps: int) -> None:
         self._log = log
-        self._users = [[e for e in entries if any(e.demands.get(name) for name in demands)] for entries in log]
+        self._demands = demands
         self._heads = [_first_after(entries, start_ps) for entries in log]
-        self._nexts = [_first_after(entries, start_ps) for entries in self._users]
+        self._users = list(self._heads)
 
     def working(self, time_ps: int) -> int | None:
         """Layer of the operator that uses the resource now."""
@@ -226,9 +226,11 @@ class _Next:
         user = self._user(time_ps)
         if user is None:
             return "empty", None
-        index = user.stream.index
-        self._heads[index] = _forward(self._log[index], self._heads[index], time_ps)
-        head = self._log[index][self._heads[index]]
+        entries, index = self._log[user.stream.index], self._heads[user.stream.index]
+        while 0 <= entries[index].finish_ps <= time_ps:
+            index += 1
+        self._heads[user.stream.index] = index
+        head = entries[index]
         if head.start_ps < 0 or head.start_ps > time_ps:
             return "empty", user.layer
         if head.kind == "wait":
@@ -237,32 +239,40 @@ class _Next:
 
     def _user(self, time_ps: int) -> Entry | None:
         found: Entry | None = None
-        for index, users in enumerate(self._users):
-            self._nexts[index] = _forward(users, self._nexts[index], time_ps)
-            if self._nexts[index] < len(users):
-                user = users[self._nexts[index]]
-                if found is None or _flows(user) < _flows(found):
-                    found = user
+        for stream, entries in enumerate(self._log):
+            index = self._users[stream]
+            while index < len(entries) and not self._is_user(entries[index], time_ps):
+                index += 1
+            self._users[stream] = index
+            if index < len(entries) and (found is None or _flows(entries[index]) < _flows(found)):
+                found = entries[index]
         return found
+
+    def _is_user(self, entry: Entry, time_ps: int) -> bool:
+        is_over = 0 <= entry.finish_ps <= time_ps
+        return not is_over and any(entry.demands.get(name) for name in self._demands)
 
 
 def _first_after(entries: list[Entry], time_ps: int) -> int:
-    low, high = 0, len(entries)
-    while low < high:
-        middle = (low + high) // 2
-        if 0 <= entries[middle].finish_ps <= time_ps:
-            low = middle + 1
-        else:
-            high = middle
-    return low
-
-
-def _forward(entries: list[Entry], index: int, time_ps: int) -> int:
-    while index < len(entries) and 0 <= entries[index].finish_ps <= time_ps:
-        index += 1
-    return index
+    """Index of the first entry that is not done at `time_ps`."""
+    return bisect_left(entries, True, key=lambda entry: entry.finish_ps < 0 or entry.finish_ps > time_ps)
 
 
 def _flows(entry: Entry) -> tuple[int, int]:
     """Order of use: those that began by the moment their bytes flow, the others after them as they were issued."""
     return (0, entry.flow_ps) if entry.flow_ps >= 0 else (1, entry.issue_ps)
+
+
+def _joined(intervals: Iterable[Interval]) -> Iterator[Interval]:
+    """Neighbours with the same cause and layer as one."""
+    last: Interval | None = None
+    for interval in intervals:
+        here = (interval.start_ps, interval.cause, interval.layer)
+        if last is not None and (last.end_ps, last.cause, last.layer) == here:
+            last = replace(last, end_ps=interval.end_ps, idle_ps=last.idle_ps + interval.idle_ps)
+            continue
+        if last is not None:
+            yield last
+        last = interval
+    if last is not None:
+        yield last

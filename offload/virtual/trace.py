@@ -64,8 +64,8 @@ def _slice(name: str, start_ps: int, end_ps: int, **arguments: Any) -> dict[str,
 
 
 def _operator(entry: Entry) -> dict[str, Any]:
-    amounts = {f"{name}_{'flops' if name == 'flops' else 'bytes'}".replace("flops_flops", "flops"): amount
-               for name, amount in entry.demands.items() if amount}  # fmt: skip
+    units = {name: name if name == "flops" else f"{name}_bytes" for name in entry.demands}
+    amounts = {units[name]: amount for name, amount in entry.demands.items() if amount}
     return _slice(entry.name, entry.start_ps, entry.finish_ps, layer=entry.layer, **amounts)
 
 

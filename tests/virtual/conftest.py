@@ -10,7 +10,7 @@ PS = 1e-12
 PER_PS = 10**12
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def toy():
     """Make a profile: kernel loads 1 byte/ps, copies 2, device memory 10, 1 FLOP/ps; launch 5 ps, copy 3, issue 1."""
 

@@ -1,5 +1,7 @@
 """The rules of captured graphs, and that a capture executes nothing while a replay executes everything."""
 
+import math
+
 import pytest
 import torch
 
@@ -34,7 +36,7 @@ def test_a_capture_executes_nothing_and_a_replay_everything(device):
     with device.active():
         graph = device.capture(body)
         assert device.to_host(state) == [1.0, 2.0]
-        assert made[0].isnan().all()
+        assert all(math.isnan(value) for value in device.to_host(made[0]))
         for expected in ([10.0, 20.0], [20.0, 30.0]):
             graph.replay()
             assert device.to_host(made[0]) == expected
