@@ -18,6 +18,7 @@ _HOMES = {
     "Engine": "offload.engine",
     "Generation": "offload.engine",
     "MemoryReport": "offload.report",
+    "offload_": "offload.inplace",
 }
 
 __all__ = list(_HOMES)

@@ -7,6 +7,7 @@ alive elsewhere, so what is left over is counted.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -14,6 +15,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from offload.device import Device
 from offload.plan import aligned
+
+if TYPE_CHECKING:
+    from offload.backend import Weight
 
 
 class Allocation:
@@ -40,10 +44,10 @@ class Allocation:
         return 0 if self._storage.expired() else self._nbytes
 
 
-def view(buffer: Tensor, offset_bytes: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Return the tensor of this shape and dtype that begins at `offset_bytes` of a uint8 buffer."""
-    nbytes = torch.Size(shape).numel() * dtype.itemsize
-    return buffer[offset_bytes : offset_bytes + nbytes].view(dtype).view(shape)
+def view(buffer: Tensor, offset_bytes: int, weight: Weight) -> Tensor:
+    """Return the tensor that looks at a weight's bytes, from `offset_bytes` of a uint8 buffer."""
+    flat = buffer[offset_bytes : offset_bytes + weight.nbytes].view(weight.dtype)
+    return flat.view(weight.shape) if weight.strides is None else flat.as_strided(weight.shape, weight.strides)
 
 
 def laid_out(sizes_bytes: Sequence[int]) -> tuple[list[int], int]:

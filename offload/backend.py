@@ -33,6 +33,8 @@ class Weight:
         layer: index of its decoder layer, None outside the layers.
         shape, dtype: of the parameter.
         storage: equal for names that share one tensor (tied parameters); such weights get one destination.
+        strides: in elements, of a dense tensor whose dimensions lie in another order (a transposed matrix, channels
+            last), since a product's bits depend on it; None for a contiguous one.
     """
 
     name: str
@@ -40,6 +42,7 @@ class Weight:
     shape: tuple[int, ...]
     dtype: torch.dtype
     storage: int
+    strides: tuple[int, ...] | None = None
 
     @property
     def nbytes(self) -> int:
@@ -65,10 +68,19 @@ def _walk(module: nn.Module, prefix: str, layer: int | None, places: dict[int, l
         layer = here.pop(0) if len(here) > 1 else here[0]
     for leaf, parameter in module._parameters.items():
         if parameter is not None:
-            yield Weight(prefix + leaf, layer, tuple(parameter.shape), parameter.dtype, id(parameter))
+            shape, strides = tuple(parameter.shape), _strides(parameter)
+            yield Weight(prefix + leaf, layer, shape, parameter.dtype, id(parameter), strides)
     for name, child in module._modules.items():
         if child is not None:
             yield from _walk(child, f"{prefix}{name}.", layer, places)
+
+
+def _strides(tensor: Tensor) -> tuple[int, ...] | None:
+    """The strides of a dense tensor that is not contiguous; one with gaps loses them."""
+    if tensor.is_contiguous():
+        return None
+    order = sorted(range(tensor.dim()), key=lambda dim: (-tensor.stride(dim), -tensor.shape[dim]))
+    return tensor.stride() if tensor.permute(order).is_contiguous() else None
 
 
 def specs_of(weights: Iterable[Weight]) -> list[ParameterSpec]:
@@ -96,7 +108,7 @@ class Backend:
         self._requested_bytes = requested_bytes
         self._tensors: dict[int, Tensor] = {}
         self._asked: set[str] = set()
-        self._model: weakref.ref[nn.Module] | None = None
+        self._model: nn.Module | None = None
         self._handles: list[RemovableHandle] = []
         self._parameters: dict[str, weakref.ref[nn.Parameter]] = {}
         self._resident: Allocation | None = None
@@ -117,7 +129,7 @@ class Backend:
         offsets_bytes, nbytes = laid_out([weight.nbytes for weight in resident.values()])
         self._resident = Allocation(self._device, nbytes)
         for (storage, weight), offset in zip(resident.items(), offsets_bytes, strict=True):
-            self._tensors[storage] = view(self._resident.memory, offset, weight.shape, weight.dtype)
+            self._tensors[storage] = view(self._resident.memory, offset, weight)
 
     def destination(self, name: str) -> Tensor:
         """Where the loader writes weight `name`: (shape), dtype of the weight, in its final place.
@@ -162,7 +174,7 @@ class Backend:
         """
         if self._model is not None:
             raise ValueError("this backend has a model already: detach() it first")
-        self._model = weakref.ref(model)
+        self._model = model
         try:
             with torch.inference_mode(False):
                 self._bind(model)
@@ -198,14 +210,13 @@ class Backend:
         Raises:
             ModelLoadError: a parameter was replaced or moved since it was bound.
         """
-        model = self._model() if self._model is not None else None
-        if model is None:
+        if self._model is None:
             return
         for name, weight in self._weights.items():
             if not weight.nbytes:
                 continue
             planned = self._planned_residency(name)
-            actual = self._device.residency(model.get_parameter(name))
+            actual = self._device.residency(self._model.get_parameter(name))
             if actual != planned:
                 raise ModelLoadError(
                     f"weight {name!r} is planned for the {planned} and is on the {actual}: "
@@ -220,15 +231,14 @@ class Backend:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        model = self._model() if self._model is not None else None
-        if model is not None:
-            self._restore_classes(model)
+        if self._model is not None:
+            self._restore_classes(self._model)
             parameters: dict[int, nn.Parameter] = {}
             for name, weight in self._weights.items():
                 if weight.storage not in parameters:
                     empty = torch.empty(weight.shape, dtype=weight.dtype, device="meta")
                     parameters[weight.storage] = nn.Parameter(empty, requires_grad=False)
-                _set_parameter(model, name, parameters[weight.storage])
+                _set_parameter(self._model, name, parameters[weight.storage])
         self._model = None
         return {name: self._tensors[w.storage] for name, w in self._weights.items() if w.storage in self._tensors}
 

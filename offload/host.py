@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from offload.allocation import view
 from offload.errors import ModelLoadError
 from offload.host_limits import free_host_memory
 from offload.plan import LayerLayout, Place, aligned
@@ -107,14 +108,17 @@ class HostSlab:
         return self._memory
 
     def view(self, name: str) -> Tensor:
-        """Weight `name` in its place: (shape), dtype of the weight, contiguous, 128-byte aligned."""
+        """Weight `name` in its place: (shape), dtype of the weight, its strides, 128-byte aligned."""
         weight, place = self._weights[name], self.places[name]
         start = self._starts[place.layer] + place.offset_bytes
-        return self.memory[start : start + place.nbytes].view(weight.dtype).view(weight.shape)
+        return view(self.memory, start, weight)
 
     def layer(self, layer: int) -> Tensor:
-        """The whole region of a decoder layer, uint8, padding included: what one copy moves."""
-        start = self._starts[layer]
+        """The whole region of a decoder layer, uint8, padding included: what one copy moves.
+
+        Empty for a layer all of whose weights lie in the region of a layer that shares them.
+        """
+        start = self._starts.get(layer, 0)
         return self.memory[start : start + self._layout(layer).nbytes]
 
     def vectors(self, layer: int) -> Tensor:
@@ -149,7 +153,8 @@ class HostSlab:
         return tuple(names or self.places)
 
     def _layout(self, layer: int) -> LayerLayout:
-        return next(layout for layout in self.layouts if layout.layer == layer)
+        own = (layout for layout in self.layouts if layout.layer == layer)
+        return next(own, LayerLayout(layer, (), (), 0))
 
     def _looks_inside(self, tensor: Tensor) -> bool:
         """By address, since a device's view has a storage of its own; by storage where tensors have no address."""

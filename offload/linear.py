@@ -23,11 +23,11 @@ class HostLinear(nn.Linear):
 
 
 def read_in_place(module: nn.Module) -> bool:
-    """Make a plain `nn.Linear` of a dtype that our kernels take use them; returns whether `module` does now.
+    """Make a plain `nn.Linear` of a dtype and layout that our kernels take use them; returns whether `module` does now.
 
     Everything else works on the view as it is: a subclass has a forward of its own.
     """
-    if type(module) is nn.Linear and module.weight.dtype in _DTYPES:
+    if type(module) is nn.Linear and module.weight.dtype in _DTYPES and module.weight.stride(-1) == 1:
         module.__class__ = HostLinear
     return type(module) is HostLinear
 

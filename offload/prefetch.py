@@ -154,7 +154,7 @@ class PrefetchBackend(OffloadingBackend):
     def _view_of_host_weight(self, name: str) -> Tensor:
         weight, place = self._weights[name], self._slab.places[name]
         slot = self._plan.slot_of(self._plan.offloaded_layers.index(place.layer))
-        return view(self._buffers[slot].memory, place.offset_bytes, weight.shape, weight.dtype)
+        return view(self._buffers[slot].memory, place.offset_bytes, weight)
 
     def _register_hooks(self, model: nn.Module, layers: Sequence[nn.Module]) -> None:
         super()._register_hooks(model, layers)

@@ -46,7 +46,7 @@ class UvaBackend(OffloadingBackend):
         if name not in self._staged:
             return self._device.device_view(self._true(name))
         weight = self._weights[name]
-        return view(self._staging.memory, self._slab.places[name].offset_bytes, weight.shape, weight.dtype)
+        return view(self._staging.memory, self._slab.places[name].offset_bytes, weight)
 
     def _planned_residency(self, name: str) -> Residency:
         return "host" if name in self._slab.places and name not in self._staged else "device"
