@@ -106,8 +106,7 @@ def _own_folder(top: Path, mounted_root: str, path: str) -> Path:
     """The process's group below a mount that may show only a part of the tree, as it does in a container."""
     own, shown = PurePosixPath(path), PurePosixPath(mounted_root)
     inside = own.relative_to(shown) if own.is_relative_to(shown) else own.relative_to("/")
-    folder = top / inside
-    return folder if ".." not in inside.parts and folder.is_dir() else top
+    return top if ".." in inside.parts else top / inside
 
 
 def _number(path: Path) -> int | None:

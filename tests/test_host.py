@@ -157,6 +157,7 @@ def test_a_weight_outside_the_layers_is_refused():
 
 @pytest.mark.parametrize("meta", [False, True], ids=["memory", "meta"])
 def test_survivors_are_named_by_the_bytes_they_look_at(meta):
+    other = torch.empty(1 << 16, dtype=torch.uint8, device="meta" if meta else "cpu")
     slab = HostSlab(WEIGHTS, Host(meta))
     kept = torch.nn.Parameter(slab.view("layers.0.w2")[1:3], requires_grad=False)
     assert slab.survivors == ()
@@ -164,7 +165,7 @@ def test_survivors_are_named_by_the_bytes_they_look_at(meta):
     slab.close()
     assert slab.survivors == ("layers.0.w2",)
     del kept
-    assert slab.survivors == ()
+    assert slab.survivors == () and other.numel()
 
 
 def test_a_view_of_everything_keeps_every_name():

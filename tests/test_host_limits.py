@@ -66,6 +66,19 @@ def test_v1_limit_in_a_container_whose_mount_shows_a_part_of_the_tree(tmp_path):
     assert free_host_memory(root=root) == FreeMemory(5 * GIB, 6 * GIB)
 
 
+def test_v2_group_inside_a_container_whose_mount_shows_a_part_of_the_tree(tmp_path):
+    files = group("sys/fs/cgroup/inner", 3 * GIB, GIB) | group("sys/fs/cgroup", 9 * GIB, GIB)
+    mount = V2_MOUNT.replace("0:28 / ", "0:28 /docker/abc ")
+    root = system(tmp_path, "0::/docker/abc/inner\n", mount, **files)
+    assert free_host_memory(root=root) == FreeMemory(2 * GIB, 3 * GIB)
+
+
+def test_v2_group_outside_of_what_a_namespace_shows(tmp_path):
+    files = group("sys/fs/cgroup", 3 * GIB, GIB) | group("sys", 1, 0)
+    root = system(tmp_path, "0::/../other\n", V2_MOUNT, **files)
+    assert free_host_memory(root=root) == FreeMemory(2 * GIB, 3 * GIB)
+
+
 def test_v1_path_that_does_not_exist_below_the_mount_means_the_mount_itself(tmp_path):
     files = group_v1("sys/fs/cgroup/memory", 6 * GIB, 2 * GIB)
     root = system(tmp_path, "4:cpuacct,memory:/elsewhere\n", V1_MOUNT.format(root="/"), **files)

@@ -196,6 +196,23 @@ def test_short_reads_are_continued(tmp_path, monkeypatch):
     assert torch.equal(destination, torch.arange(100.0))
 
 
+@pytest.mark.usefixtures("small_pieces")
+def test_the_two_threads_convert_in_buffers_of_their_own(tmp_path, monkeypatch):
+    reader = opened(tmp_path / "x.safetensors", {"x": torch.arange(256.0)})
+    whole, both = os.preadv, threading.Barrier(2, timeout=30)
+
+    def together(*arguments):
+        count = whole(*arguments)
+        both.wait()
+        return count
+
+    monkeypatch.setattr(os, "preadv", together)
+    destination = torch.full((256,), float("nan"), dtype=torch.float64)
+    reader.read_into("x", destination)
+    reader.close()
+    assert torch.equal(destination, torch.arange(256.0, dtype=torch.float64))
+
+
 @pytest.mark.parametrize("interrupted", ["MainThread", "offload-read_0"])
 @pytest.mark.usefixtures("small_pieces")
 def test_an_interrupt_in_either_half_stops_both_before_it_is_raised(tmp_path, monkeypatch, interrupted):
