@@ -273,6 +273,33 @@ def test_a_replaced_parameter_is_noticed(config: object) -> None:
             backend.check_residency()
 
 
+class _ReturningDevice(CpuDevice):
+    """Gives weights back to the device without a word, as `.contiguous()` on a view does."""
+
+    def device_view(self, host: torch.Tensor) -> torch.Tensor:
+        return host if host.dtype == torch.uint8 else host.clone()
+
+
+def test_a_weight_that_is_not_where_it_should_be_is_noticed_at_once() -> None:
+    model = Toy([3])
+    with pytest.raises(ModelLoadError, match=r"'layers\.0\.up\.weight' is planned for the host and is on the device"):
+        offloaded(model, uva(1e9), _ReturningDevice())
+    assert all(parameter.is_meta for parameter in model.parameters())
+
+
+class _PageableDevice(CpuDevice):
+    """Gives host memory whose pages are not locked."""
+
+    def residency(self, tensor: torch.Tensor) -> str:
+        return "device"
+
+
+@OFFLOADING
+def test_host_memory_that_is_not_locked_is_refused(config: object) -> None:
+    with pytest.raises(ModelLoadError, match="cpu does not see the weights' host memory as page-locked"):
+        offloaded(Toy([3, 4, 5]), config, _PageableDevice())
+
+
 def test_the_plain_model_can_be_copied() -> None:
     model = Toy([3, 4])
     offloaded(model, None)

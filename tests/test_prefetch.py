@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from offload.prefetch import PrefetchBackend
+from offload.virtual import VirtualDevice
 from tests.toys import CountingDevice, Toy, logits, offloaded, prefetch
 
 pytestmark = pytest.mark.filterwarnings("ignore::offload.OffloadConfigWarning")
@@ -177,6 +178,10 @@ def test_a_users_pre_hook_sees_the_layers_own_weights() -> None:
     for index, layer in enumerate(model.layers):
         layer.register_forward_pre_hook(lambda m, _, index=index: seen.update({index: m.up.weight.clone()}))
     offloaded(model, prefetch(1, 1, 2))
+    handle = model.layers[1].register_forward_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        logits(model)
+    handle.remove()
     logits(model)
     assert all(torch.equal(seen[index], layer.up.weight) for index, layer in enumerate(plain.layers))
 
@@ -188,6 +193,20 @@ def test_a_copy_of_the_model_or_of_a_layer_is_refused() -> None:
         with pytest.raises(ValueError, match="offloaded model cannot be copied"):
             copy.deepcopy(target)
     copy.deepcopy(model.layers[0])
+
+
+def test_after_a_failed_capture_any_layer_may_run_first() -> None:
+    # Only a device that does not run what it captures can show this: slots contain what they did before the capture.
+    model, plain, device = Toy([3, 4, 5]), Toy([3, 4, 5]), VirtualDevice("h200-pcie5")
+    backend, _ = offloaded(model, prefetch(), device)
+    handle = model.layers[1].up.register_forward_hook(lambda *_: 1 / 0)
+    with device.active(), pytest.raises(ZeroDivisionError):
+        captured(model, backend, [])
+    handle.remove()
+    x = torch.randn(2, 7)
+    with device.active():
+        result = model.layers[1](x)
+    assert torch.equal(result, plain.layers[1](x))
 
 
 # -- capture; a CPU issues the body again, so this is about what the backend remembers -------------------------------
