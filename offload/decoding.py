@@ -71,7 +71,7 @@ class Decoding:
         padded = [[*prompt, *[PADDING_TOKEN] * (longest - len(prompt))] for prompt in prompts]
         tokens = self._device.from_host(padded)
         positions = torch.arange(longest, device=tokens.device).expand(len(prompts), -1)
-        self._cache.step = Prefill()
+        self._cache.step = Prefill(self._cache, longest)
         hidden = self._model(tokens, positions, self._cache)
         ends = [index * longest + length - 1 for index, length in enumerate(self.lengths)]
         last = hidden.flatten(0, 1).index_select(0, self._device.from_host(ends))
@@ -100,9 +100,9 @@ class Decoding:
 
     def _eager(self, longest: int) -> Tensor:
         if min(self.lengths) == longest:
-            self._cache.step = DecodeTogether(longest)
+            self._cache.step = DecodeTogether(self._cache, longest)
         else:
-            self._cache.step = DecodeRagged(self._positions, longest + 1)
+            self._cache.step = DecodeRagged(self._cache, self._positions, longest + 1)
         return self._forward()
 
     def _forward(self) -> Tensor:
@@ -133,5 +133,5 @@ class Decoding:
         self._backend.before_capture_ends()
 
     def _static_forward(self) -> Tensor:
-        self._cache.step = DecodeRagged(self._positions, self._cache.context)
+        self._cache.step = DecodeRagged(self._cache, self._positions, self._cache.context)
         return self._forward()

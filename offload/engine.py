@@ -144,7 +144,7 @@ class Engine:
             for token in tokens:
                 if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocabulary:
                     raise ValueError(
-                        f"prompt {index}: {shortened(token)} is no token of this model: give integers below {vocabulary}"
+                        f"prompt {index}: {shortened(token)} is no token of the model: give integers below {vocabulary}"
                     )
             token_lists.append(tokens)
         return token_lists

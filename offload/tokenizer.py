@@ -137,7 +137,7 @@ class _Generation(Extension):
 
 
 def _environment() -> ImmutableSandboxedEnvironment:
-    """A template comes with the model's files, so it runs without access to Python; otherwise as transformers sets it up."""
+    """A template comes with the model's files, so it runs without access to Python; set up as transformers does."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
     )

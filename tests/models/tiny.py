@@ -82,12 +82,12 @@ def our_logits(model, sequences, context=64, split=None, step="together"):
     cache = KVCache(memory, model.cache_shape, batch, context, torch.float32)
     positions = torch.arange(length).expand(batch, -1)
     with torch.inference_mode():
-        cache.step = Prefill()
+        cache.step = Prefill(cache, split)
         logits = [model.logits(model(tokens[:, :split], positions[:, :split], cache))]
         for position in range(split, length):
             here = slice(position, position + 1)
-            ragged = DecodeRagged(positions[:, here], context)
-            cache.step = DecodeTogether(position) if step == "together" else ragged
+            ragged = DecodeRagged(cache, positions[:, here], context)
+            cache.step = DecodeTogether(cache, position) if step == "together" else ragged
             logits.append(model.logits(model(tokens[:, here], positions[:, here], cache)))
     return torch.cat(logits, 1)
 
