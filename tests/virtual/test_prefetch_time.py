@@ -1,7 +1,7 @@
 """An oracle for the time of a prefetch step, computed without any simulation.
 
-Who waits for whom is a graph whose cycles carry tokens (a pass each), and its equations are linear in (max, +): in steady
-state a pass takes the largest ratio, over all cycles, of a cycle's time to its tokens.
+Who waits for whom is a graph whose cycles carry tokens (a pass each), and its equations are linear in (max, +): in
+steady state a pass takes the largest ratio, over all cycles, of a cycle's time to its tokens.
 """
 
 from fractions import Fraction
