@@ -11,10 +11,12 @@ import difflib
 import importlib
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from offload.errors import ModelLoadError, OffloadConfigError
+from offload.errors import ModelLoadError, OffloadConfigError, OffloadConfigWarning
 
 FOLDER = Path(__file__).resolve().parent
 INTERRUPTED = 130
@@ -43,6 +45,12 @@ def listing() -> str:
 def fatal(message: object) -> None:
     """Print the one line that ends a run that cannot go on, in the form of `python -m offload`."""
     print(f"offload: fatal: {' '.join(str(message).split())}", file=sys.stderr)
+
+
+def print_warning(message: Warning | str, category: type[Warning], *_: Any, **__: Any) -> None:
+    """Print a warning on one line, in the form of `python -m offload`."""
+    subject = "offload_config: " if issubclass(category, OffloadConfigWarning) else ""
+    print(f"[offload] {subject}{' '.join(str(message).split())}", file=sys.stderr)
 
 
 def run(name: str, argv: Sequence[str]) -> int:
@@ -81,7 +89,9 @@ def main(argv: Sequence[str]) -> int:
         remedy = f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}"
         fatal(f"no bench is called {name[:80]!r}: {remedy}")
         return 2
-    return run(name, argv[1:])
+    with warnings.catch_warnings():
+        warnings.showwarning = print_warning
+        return run(name, argv[1:])
 
 
 if __name__ == "__main__":

@@ -42,6 +42,7 @@ class Row:
         bus_bytes_per_step, bus_bytes_per_s: what crosses the bus, and how fast that is.
         stall_s, idle_s: compute waited for copies; the binding resource did nothing (simulated runs only).
         samples_s: every repetition's step_s.
+        tokens: how the answer compares with the reference: "reference", "99 equal", "98 equal, 1 ties", "WRONG: ...".
         note: why there are no times ("does not fit: ..."), or what to know about them.
     """
 
@@ -66,6 +67,7 @@ class Row:
     stall_s: float | None = None
     idle_s: float | None = None
     samples_s: tuple[float, ...] = ()
+    tokens: str = ""
     note: str = ""
 
     def as_dict(self) -> dict[str, Any]:
@@ -110,15 +112,18 @@ def step_ms(row: dict[str, Any]) -> str:
 
 
 def _digits(value: float) -> str:
-    return f"{value:.0f}" if value >= 1000 else f"{value:.1f}" if value >= 100 else f"{value:.2f}"
+    """At least three significant digits, whole from a thousand on."""
+    if value >= 1000 or value == 0:
+        return f"{value:.0f}"
+    return f"{value:.1f}" if value >= 100 else f"{value:.2f}" if value >= 1 else f"{value:.3g}"
 
 
 def _plain(value: Any) -> str:
     return "-" if value is None else str(value)
 
 
-def _scaled(unit: float, form: str) -> Callable[[Any], str]:
-    return lambda value: "-" if value is None else format(value / unit, form)
+def _scaled(unit: float) -> Callable[[Any], str]:
+    return lambda value: "-" if value is None else _digits(value / unit)
 
 
 COLUMNS = (
@@ -127,18 +132,19 @@ COLUMNS = (
     Column("load_format", "weights", _plain),
     Column("backend", "backend", _plain),
     Column("config", "config", _plain),
-    Column("offloaded_bytes", "offloaded GiB", _scaled(GIB, ".3f"), True),
-    Column("device_bytes", "device GiB", _scaled(GIB, ".3f"), True),
-    Column("slot_bytes", "slots GiB", _scaled(GIB, ".3f")),
+    Column("offloaded_bytes", "offloaded GiB", _scaled(GIB), True),
+    Column("device_bytes", "device GiB", _scaled(GIB), True),
+    Column("slot_bytes", "slots GiB", _scaled(GIB)),
     Column("batch", "batch", _plain),
     Column("test", "test", _plain),
     Column("tokens_per_s", "tok/s", _plain, True),
     Column("step_s", "step ms", _plain, True),
-    Column("bound_s", "bound ms", _scaled(1e-3, ".2f")),
-    Column("share_of_bound", "of bound", _scaled(0.01, ".1f")),
-    Column("bus_bytes_per_s", "bus GB/s", _scaled(1e9, ".2f"), True),
-    Column("stall_s", "stall ms", _scaled(1e-3, ".2f")),
-    Column("idle_s", "idle ms", _scaled(1e-3, ".2f")),
+    Column("bound_s", "bound ms", _scaled(1e-3)),
+    Column("share_of_bound", "of bound", _scaled(0.01)),
+    Column("bus_bytes_per_s", "bus GB/s", _scaled(1e9), True),
+    Column("stall_s", "stall ms", _scaled(1e-3)),
+    Column("idle_s", "idle ms", _scaled(1e-3)),
+    Column("tokens", "tokens", _plain),
     Column("note", "note", _plain),
 )
 PERCENT = frozenset({"share_of_bound"})
@@ -215,7 +221,9 @@ def as_csv(rows: Sequence[dict[str, Any]]) -> str:
     return buffer.getvalue().rstrip("\n")
 
 
-def render(form: str, rows: Sequence[Row], card: dict[str, Any], title: str) -> Iterator[str]:
+def render(
+    form: str, rows: Sequence[Row], card: dict[str, Any], title: str, notes: Sequence[str] = ()
+) -> Iterator[str]:
     """Yield what goes to stdout for `-o form`.
 
     Args:
@@ -223,6 +231,7 @@ def render(form: str, rows: Sequence[Row], card: dict[str, Any], title: str) -> 
         rows: what was measured.
         card: the machine, from `bench.machine.machine`.
         title: first line of the md form.
+        notes: what a reader of the md form must know before the table: the bound, what kind of times these are.
     """
     values = [row.as_dict() for row in rows]
     if form == "json":
@@ -232,5 +241,5 @@ def render(form: str, rows: Sequence[Row], card: dict[str, Any], title: str) -> 
     elif form == "csv":
         yield as_csv(values)
     else:
-        yield f"# {title}\n\nMachine: {describe(card)}.\n"
+        yield "\n".join([f"# {title}", "", f"Machine: {describe(card)}.", *notes, ""])
         yield markdown(values)

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from offload.device import FreeMemory, Residency
-from offload.errors import ModelLoadError
+from offload.errors import NotEnoughMemoryError
 from offload.text import gib
 
 _REMEDY: dict[Residency, str] = {"device": "offload more", "host": "offload less"}
 
 
-class VirtualOutOfMemoryError(ModelLoadError, torch.OutOfMemoryError):
+class VirtualOutOfMemoryError(NotEnoughMemoryError, torch.OutOfMemoryError):
     """The profile's memory is full; the message says what holds how much."""
 
 
@@ -92,7 +92,9 @@ class MemoryAccount:
         holders = ", ".join(f"{purpose} {gib(amount)}" for purpose, amount in self.by_purpose(residency))
         raise VirtualOutOfMemoryError(
             f"out of {residency} memory: {what} needs {gib(nbytes)}, {gib(free_bytes)} of {gib(capacity)} is free "
-            f"({holders or 'nothing'} is held); {_REMEDY[residency]}, or choose a larger profile"
+            f"({holders or 'nothing'} is held); {_REMEDY[residency]}, or choose a larger profile",
+            nbytes,
+            free_bytes,
         )
 
     def by_purpose(self, residency: Residency) -> list[tuple[str, int]]:

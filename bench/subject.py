@@ -1,0 +1,88 @@
+"""What is measured: one model on one device, loaded once for every configuration."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from offload.config import OffloadConfig
+from offload.device import Device, open_device
+from offload.engine import Engine, load
+from offload.errors import OffloadConfigError
+from offload.plan import ParameterSpec
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model and where it runs.
+
+    Attributes:
+        path: folder of the model, or a `config.json` alone.
+        name: how rows call it.
+        load_format: "safetensors", "dummy" or "meta".
+        device: as the user wrote it; None for the default.
+        dtype: of the weights; None for the model's own.
+        graph: replay captured decode steps.
+    """
+
+    path: Path
+    name: str
+    load_format: str
+    device: str | None = None
+    dtype: str | None = None
+    graph: bool = False
+
+    @cached_property
+    def described(self) -> Mapping[str, Any]:
+        """The text of `config.json`."""
+        from offload.assemble import read_model
+
+        return read_model(self.path, self.load_format)[1]
+
+    @cached_property
+    def specs(self) -> Sequence[ParameterSpec]:
+        """Every parameter as the planner sees it; reads no weights."""
+        from offload.backend import specs_of, weights_of
+        from offload.models import build
+
+        model = build(self.described, self.dtype)
+        return specs_of(weights_of(model, model.layers))
+
+    def open_device(self) -> Device:
+        """Open the device anew, with its memory and its simulated clock at zero."""
+        if self.load_format == "meta":
+            from offload.virtual import VirtualDevice
+
+            return VirtualDevice((self.device or "").removeprefix("virtual:"), torch_device="meta")
+        return open_device(self.device)
+
+    def load(self, config: OffloadConfig, device: Device, max_context: int | None = None) -> Engine:
+        """Load the model with one configuration on an open device, which stays the caller's."""
+        return load(str(self.path), config, device, self.dtype, self.load_format, max_context, graph=self.graph)
+
+
+def subject_of(args: argparse.Namespace) -> Subject:
+    """The subject that the options of `bench.arguments.add_model` name.
+
+    Raises:
+        OffloadConfigError: they contradict each other.
+        ModelLoadError: no such model.
+    """
+    path, name = (model_config(args.model_config)) if args.model_config else (Path(args.model), Path(args.model).name)
+    load_format = args.load_format or ("dummy" if args.model_config else "safetensors")
+    is_virtual = (args.device or "").startswith("virtual:")
+    if load_format == "meta" and not is_virtual:
+        raise OffloadConfigError("--load-format meta has no weights to compute with: add --device virtual:NAME")
+    if load_format == "safetensors" and args.model_config:
+        raise OffloadConfigError("--model-config names no weights: use --model DIR, or --load-format dummy or meta")
+    return Subject(path, name or Path.cwd().name, load_format, args.device, args.dtype, getattr(args, "graph", False))
+
+
+def model_config(text: str) -> tuple[Path, str]:
+    """Path and name of a model configuration: a file (named by its folder if it is a `config.json`)."""
+    path = Path(text)
+    return path, path.resolve().parent.name if path.name == "config.json" else path.stem
