@@ -13,7 +13,6 @@ import torch
 _PORTABLE = 1  # cudaHostRegisterPortable: locked for every context of the process
 _MEMORY_TYPE = 2  # CU_POINTER_ATTRIBUTE_MEMORY_TYPE
 _HOST = 1  # CU_MEMORYTYPE_HOST
-_DEVICE = 2  # CU_MEMORYTYPE_DEVICE
 _UNIFIED = 4  # CU_MEMORYTYPE_UNIFIED: the driver finds out from the address
 _INVALID_VALUE = 1  # CUDA_ERROR_INVALID_VALUE: not an address that CUDA knows
 _TYPESTR = {1: "|u1", 2: "<i2", 4: "<i4", 8: "<i8", 16: "<c16"}  # by size: the array interface knows no bf16, no fp8
@@ -75,12 +74,18 @@ class Cuda:
         rows, width_bytes = source.shape[0], source.shape[1] * source.element_size()
         if rows == 0 or width_bytes == 0:
             return
-        what = _Copy2D(
-            src_type=_UNIFIED, src_device=source.data_ptr(), src_pitch_bytes=_pitch_bytes(source),
-            dst_type=_UNIFIED, dst_device=target.data_ptr(), dst_pitch_bytes=_pitch_bytes(target),
-            width_bytes=width_bytes, height=rows,
-        )  # fmt: skip
-        status = self._driver.cuMemcpy2DAsync_v2(ctypes.byref(what), ctypes.c_void_p(stream.cuda_stream))
+        to, start, queue = target.data_ptr(), source.data_ptr(), ctypes.c_void_p(stream.cuda_stream)
+        pitch, target_pitch = _pitch_bytes(source), _pitch_bytes(target)
+        if pitch == target_pitch == width_bytes:
+            size = ctypes.c_size_t(rows * width_bytes)
+            status = self._driver.cuMemcpyAsync(ctypes.c_uint64(to), ctypes.c_uint64(start), size, queue)
+        else:
+            what = _Copy2D(
+                src_type=_UNIFIED, src_device=start, src_pitch_bytes=pitch,
+                dst_type=_UNIFIED, dst_device=to, dst_pitch_bytes=target_pitch,
+                width_bytes=width_bytes, height=rows,
+            )  # fmt: skip
+            status = self._driver.cuMemcpy2DAsync_v2(ctypes.byref(what), queue)
         _demand(status, f"copying {rows} rows of {width_bytes} bytes")
 
 
