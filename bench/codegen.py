@@ -12,11 +12,13 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from types import ModuleType
 
 import torch
 from tqdm import tqdm
 
+import offload_kernels
 from bench import sass
 from bench.arguments import parser
 from bench.machine import document, save, versions
@@ -24,6 +26,7 @@ from offload_kernels import aot, grouped, skinny, tiles, wide
 from offload_kernels.tiles import Specialisation, Tile
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+SOURCES = sorted(Path(offload_kernels.__file__).parent.glob("*.py"))
 KERNELS = ("skinny", "wide", "gate_up", "down")
 EVERY_DTYPE_ON = 90  # fp16 and fp32 differ from bf16 in little: one architecture is enough
 
@@ -122,7 +125,7 @@ def is_weight_load(source: str) -> bool:
 def inspect(case: Case) -> Row:
     """Compile one case and read its code."""
     binary = aot.build(case.module, case.spec, case.arch)
-    code = sass.disassemble(binary.cubin)
+    code = sass.disassemble(binary.cubin, {*SOURCES, Path(case.module.__file__)})
     loads = [each.load_bytes for each in code.loads(is_weight_load)]
     size, tile = case.element_bytes, case.tile
     return Row(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -81,8 +81,13 @@ class Code:
         return found
 
 
-def disassemble(cubin: bytes) -> Code:
+def disassemble(cubin: bytes, sources: Iterable[str | Path]) -> Code:
     """Disassemble a kernel that was compiled with line information, as Triton's are.
+
+    Args:
+        cubin: The ELF image. sources: Files that the kernel's code may come from. The image names them by the path
+        they had when it was compiled,
+            which a cache may keep longer than the file: only the last part of the path counts.
 
     Raises:
         RuntimeError: A tool is missing or refuses the image.
@@ -95,7 +100,10 @@ def disassemble(cubin: bytes) -> Code:
     found = _RESOURCES.search(usage)
     if found is None:
         raise RuntimeError(f"cuobjdump tells no resources: {usage[:200]!r}")
-    return Code(Resources(*map(int, found.groups())), tuple(_instructions(listing)))
+    return Code(
+        Resources(*map(int, found.groups())),
+        tuple(_instructions(listing, {Path(path).name: _lines(path) for path in sources})),
+    )
 
 
 def contiguous_bytes(ttgir: str, rows: int, columns: int, element_bytes: int) -> int:
@@ -115,25 +123,20 @@ def contiguous_bytes(ttgir: str, rows: int, columns: int, element_bytes: int) ->
     return min(min(spans), columns) * element_bytes if spans else 0
 
 
-def _instructions(listing: str) -> list[Instruction]:
+def _instructions(listing: str, sources: Mapping[str, tuple[str, ...]]) -> list[Instruction]:
     found, source = [], ""
     for line in listing.splitlines():
         if place := _LINE.search(line):
-            source = _source_line(place.group(1), int(place.group(2)))
+            lines, number = sources.get(Path(place.group(1)).name, ()), int(place.group(2))
+            source = lines[number - 1].strip() if 0 < number <= len(lines) else ""
         elif code := _INSTRUCTION.search(line):
             found.append(Instruction(int(code.group(1), 16), code.group(2), code.group(3).strip(), source))
     return found
 
 
-def _source_line(path: str, number: int) -> str:
-    lines = _source(path)
-    return lines[number - 1].strip() if 0 < number <= len(lines) else ""
-
-
 @cache
-def _source(path: str) -> tuple[str, ...]:
-    file = Path(path)
-    return tuple(file.read_text(encoding="utf-8").splitlines()) if file.is_file() else ()
+def _lines(path: str | Path) -> tuple[str, ...]:
+    return tuple(Path(path).read_text(encoding="utf-8").splitlines())
 
 
 @cache
