@@ -42,11 +42,12 @@ class Reader:
         self.config = config
         self.defaults = defaults
 
-    def count(self, key: str) -> int:
-        """A positive integer."""
+    def count(self, key: str, least: int = 1) -> int:
+        """An integer of at least `least`."""
         value = self._value(key)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ModelLoadError(f"config.json: {key} is {shortened(value)}: it must be a positive integer")
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            wanted = "a positive integer" if least == 1 else f"an integer, {least} or more"
+            raise ModelLoadError(f"config.json: {key} is {shortened(value)}: it must be {wanted}")
         return value
 
     def number(self, key: str) -> float:
@@ -158,10 +159,10 @@ def window_by_layer(reader: Reader) -> Windows:
     window = reader.window("sliding_window") if reader.flag("use_sliding_window") else None
     kinds = reader.config.get("layer_types")
     if kinds is None:
-        first = reader.config.get("max_window_layers", reader.defaults["max_window_layers"])
+        first = reader.count("max_window_layers", least=0)
         kinds = ["sliding_attention" if layer >= first else "full_attention" for layer in range(layers)]
-    unknown = set(kinds) - {"sliding_attention", "full_attention"}
-    if unknown or len(kinds) != layers:
+    known = ("sliding_attention", "full_attention")
+    if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in known for kind in kinds):
         raise ModelLoadError(
             f"config.json: layer_types {shortened(kinds)} must have {layers} entries, each "
             "'full_attention' or 'sliding_attention'"

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -44,7 +44,7 @@ class Rope:
     options: Mapping[str, Any]
 
     def option(self, name: str) -> float:
-        """A number that this kind cannot do without."""
+        """One of them that must be a number."""
         value = self.options.get(name)
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise ModelLoadError(
@@ -65,24 +65,28 @@ def read_rope(config: Mapping[str, Any], head_dim: int, context: int) -> Rope:
     Raises:
         ModelLoadError: the scaling is not known.
     """
-    options = dict(config.get("rope_scaling") or config.get("rope_parameters") or {})
+    options = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    if not isinstance(options, dict):
+        raise ModelLoadError(f"config.json: rope_scaling is {shortened(options)}: it must be an object")
     kind = options.get("rope_type", options.get("type", "default"))
-    if kind not in _FREQUENCIES:
-        raise ModelLoadError(
-            f"config.json: rope type {shortened(kind)} is not supported; known: {', '.join(_FREQUENCIES)}"
-        )
+    if kind not in _KINDS:
+        raise ModelLoadError(f"config.json: rope type {shortened(kind)} is not supported; known: {', '.join(_KINDS)}")
     partial = options.get("partial_rotary_factor", config.get("partial_rotary_factor"))
     if partial not in (None, 1, 1.0):
         raise ModelLoadError(f"config.json: partial_rotary_factor {shortened(partial)} is not supported; known: 1.0")
     theta = options.get("rope_theta", config.get("rope_theta"))
+    theta = DEFAULT_THETA if theta is None else theta
     trained = config.get("original_max_position_embeddings") or options.get("original_max_position_embeddings")
-    return Rope(kind, head_dim, DEFAULT_THETA if theta is None else theta, trained or context, options)
+    rope = Rope(kind, head_dim, theta, trained or context, {**options, "rope_theta": theta})
+    for name in ("rope_theta", *_KINDS[kind].needed):
+        rope.option(name)
+    return rope
 
 
 def inverse_frequencies(rope: Rope, device: torch.device) -> Tensor:
     """Return radians per position of each channel pair, (head_dim / 2) float32 on `device`."""
     exponents = torch.arange(0, rope.head_dim, 2, dtype=torch.float32, device=device) / rope.head_dim
-    return _FREQUENCIES[rope.kind](rope, rope.theta**exponents)
+    return _KINDS[rope.kind].frequencies(rope, rope.theta**exponents)
 
 
 def attention_factor(rope: Rope) -> float:
@@ -137,11 +141,18 @@ def _channel_with_turns(rope: Rope, turns: float) -> float:
     return rope.head_dim * math.log(rope.trained_context / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
 
 
-_FREQUENCIES: dict[str, Callable[[Rope, Tensor], Tensor]] = {
-    "default": _default,
-    "linear": _linear,
-    "llama3": _llama3,
-    "yarn": _yarn,
+class _Kind(NamedTuple):
+    """One scaling: its formula, and the options that it cannot do without."""
+
+    frequencies: Callable[[Rope, Tensor], Tensor]
+    needed: tuple[str, ...] = ()
+
+
+_KINDS = {
+    "default": _Kind(_default),
+    "linear": _Kind(_linear, ("factor",)),
+    "llama3": _Kind(_llama3, ("factor", "low_freq_factor", "high_freq_factor")),
+    "yarn": _Kind(_yarn, ("factor",)),
 }
 
 
