@@ -4,18 +4,18 @@ On a CPU, on a virtual device and under prefetch the answers must be equal, bit 
 replaces cuBLAS, and a sum taken in another order may choose another token where two are equally likely. A differing
 token is allowed there only if the two best logits are closer than our kernel's error, which is at most twice torch's.
 Torch's own error is measured, not assumed: the run without offload computes the same logits in two ways (one pass over
-the whole text, and step by step), and the largest difference between them is what torch's kernels make of rounding.
+the whole text, or a decode step for its last token), and the largest difference is what rounding does to torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
 
 from offload.engine import Engine
-from offload.kv_cache import DecodeTogether, KVCache, Prefill, kv_bytes
 
 Answers = Sequence[Sequence[int]]
 
@@ -88,48 +88,51 @@ def measure_yardstick(engine: Engine, prompts: Answers, answers: Answers) -> Yar
     """Compute the logits of every new token in torch's two ways, along the answers that were given.
 
     Args:
-        engine: without offload, or what stands in for that.
-        prompts: of equal lengths.
-        answers: what it answered, of equal lengths.
+        engine: without offload, or what stands in for that; its running batch ends.
+        prompts: of each sequence.
+        answers: what it answered.
     """
-    gaps, errors = [], []
+    gaps, errors = [], [0.0]
     for prompt, answer in zip(prompts, answers, strict=True):
-        whole, stepwise = _logits_at_once(engine, prompt, answer), _logits_by_step(engine, prompt, answer)
-        best = whole.topk(2, dim=-1).values
-        gaps.append((best[:, 0] - best[:, 1]).tolist())
-        errors.append((whole - stepwise).abs().max().item())
+        at_once = [_logits_at_once(engine, [*prompt, *answer[:place]]) for place in range(len(answer))]
+        best = [logits.topk(2).values for logits in at_once]
+        gaps.append([(first - second).item() for first, second in best])
+        for place, logits in enumerate(at_once[1:]):
+            by_step = _logits_by_step(engine, [*prompt, *answer[:place]], answer[place])
+            if by_step is not None:
+                errors.append((logits - by_step).abs().max().item())
     return Yardstick(gaps, max(errors))
 
 
-def _logits_at_once(engine: Engine, prompt: Sequence[int], answer: Sequence[int]) -> torch.Tensor:
-    """(len(answer), V) float32 on the CPU, from one pass over the prompt and all of the answer but its last token."""
-    text = [*prompt, *answer[:-1]]
-    with engine.parts.device.active(), torch.inference_mode():
-        hidden = _forward(engine, _cache(engine, len(text)), Prefill(), text, 0)
-        return engine.parts.model.logits(hidden[0, len(prompt) - 1 :]).float().cpu()
+def _logits_at_once(engine: Engine, text: Sequence[int]) -> torch.Tensor:
+    """Logits (V,) after a text, float32 on the CPU, from one pass over all of it."""
+    with _watched(engine) as seen:
+        engine.start([text], len(text))
+    return seen[-1]
 
 
-def _logits_by_step(engine: Engine, prompt: Sequence[int], answer: Sequence[int]) -> torch.Tensor:
-    """The same from a pass over the prompt and one step per token of the answer."""
-    with engine.parts.device.active(), torch.inference_mode():
-        cache = _cache(engine, len(prompt) + len(answer))
-        rows = [_forward(engine, cache, Prefill(), prompt, 0)[:, -1]]
-        for index, token in enumerate(answer[:-1]):
-            place = len(prompt) + index
-            rows.append(_forward(engine, cache, DecodeTogether(place), [token], place)[:, -1])
-        return torch.cat([engine.parts.model.logits(row) for row in rows]).float().cpu()
+def _logits_by_step(engine: Engine, text: Sequence[int], token: int) -> torch.Tensor | None:
+    """The same after `text` and `token`, from a pass over the text and a decode step for the token.
+
+    Returns:
+        None if the pass chooses another token than this one, so that the step would continue another text.
+    """
+    with _watched(engine) as seen:
+        decoding = engine.start([text], len(text) + 1)
+        if decoding.last != [token]:
+            return None
+        # The first step is eager, also where later ones are replayed from a graph, so that it is seen.
+        engine.decode_step(decoding)
+    return seen[-1]
 
 
-def _cache(engine: Engine, context: int) -> KVCache:
-    parts = engine.parts
-    shape = parts.model.cache_shape
-    memory = parts.device.allocate_device(kv_bytes(shape, 1, context, parts.dtype))
-    return KVCache(memory, shape, 1, context, parts.dtype)
-
-
-def _forward(engine: Engine, cache: KVCache, step: object, tokens: Sequence[int], first: int) -> torch.Tensor:
-    """tokens of one sequence, the first of them at position `first` -> hidden states (1, T, H)."""
-    cache.step = step
-    device = engine.parts.device
-    positions = device.from_host([list(range(first, first + len(tokens)))])
-    return engine.parts.model(device.from_host([list(tokens)]), positions, cache)
+@contextmanager
+def _watched(engine: Engine) -> Iterator[list[torch.Tensor]]:
+    """Every logits (V,) of a single sequence that the output head gives meanwhile."""
+    seen: list[torch.Tensor] = []
+    head = engine.parts.model.lm_head
+    handle = head.register_forward_hook(lambda _module, _inputs, logits: seen.append(logits[-1].float().cpu()))
+    try:
+        yield seen
+    finally:
+        handle.remove()
