@@ -155,13 +155,13 @@ def test_a_tensor_in_two_files_without_an_index(tmp_path):
     )
 
 
-def test_a_tensor_in_two_files_is_taken_where_the_index_says(tmp_path):
+@pytest.mark.parametrize("label", ["a.safetensors", "b.safetensors"])
+def test_a_tensor_in_two_files_is_taken_where_the_index_says(tmp_path, label):
     save_file(checkpoint_tensors(), tmp_path / "a.safetensors")
-    save_file({"embed.weight": torch.ones(11, 6)}, tmp_path / "b.safetensors")
-    places = dict.fromkeys(checkpoint_tensors(), "a.safetensors") | {"embed.weight": "b.safetensors"}
-    assert open_checkpoint(with_index(tmp_path, places)).entries["embed.weight"].label == "b.safetensors"
-    places |= {"embed.weight": "a.safetensors", "layers.0.norm.weight": "a.safetensors"}
-    assert open_checkpoint(with_index(tmp_path, places)).entries["embed.weight"].label == "a.safetensors"
+    save_file({"embed.weight": torch.ones(11, 6), "layers.0.norm.weight": torch.ones(6)}, tmp_path / "b.safetensors")
+    places = dict.fromkeys(checkpoint_tensors(), "a.safetensors")
+    with_index(tmp_path, places | {"embed.weight": label, "layers.0.norm.weight": "b.safetensors"})
+    assert open_checkpoint(tmp_path).entries["embed.weight"].label == label
 
 
 def test_an_index_that_promises_too_much(tmp_path):

@@ -1,5 +1,7 @@
 """Random weights without files: the same for a name wherever it lives, of a sensible size, and quick."""
 
+import zlib
+
 import pytest
 import torch
 
@@ -56,6 +58,12 @@ def test_names_and_seeds_differ_and_repeat():
     assert torch.equal(first, filled("a.weight", (64, 64)))
     assert not torch.equal(first, filled("b.weight", (64, 64)))
     assert not torch.equal(first, filled("a.weight", (64, 64), seed=1))
+
+
+def test_a_weight_is_the_same_in_every_process():
+    noise = torch.randn(BLOCK_ELEMENTS, generator=torch.Generator().manual_seed(5))
+    start = zlib.crc32(b"a.weight") % BLOCK_ELEMENTS
+    assert torch.equal(filled("a.weight", (2, 4), seed=5).view(-1), noise[start : start + 8] * 0.5)
 
 
 def test_a_weight_does_not_depend_on_what_is_loaded_beside_it():
