@@ -93,7 +93,7 @@ def assemble(
     source = open_source(folder, load_format)
     source.check(model)
     with ExitStack() as owned:
-        device = _opened(device, owned)
+        device = _opened(device, load_format == "meta", owned)
         require_own_memory(device, config)
         backend = make_backend(weights, planned, config, device)
         owned.callback(backend.close)
@@ -183,9 +183,9 @@ def end_tokens(folder: Path, described: Mapping[str, Any]) -> frozenset[int]:
     return frozenset()
 
 
-def _opened(device: Device | str | None, owned: ExitStack) -> Device:
+def _opened(device: Device | str | None, meta: bool, owned: ExitStack) -> Device:
     if isinstance(device, Device):
         return device
-    opened = open_device(device)
+    opened = open_device(device, meta)
     owned.callback(opened.close)
     return opened

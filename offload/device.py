@@ -166,12 +166,13 @@ def require_memory(place: str, needed_bytes: int, memory: FreeMemory, remedy: st
         )
 
 
-def open_device(name: str | None = None) -> Device:
+def open_device(name: str | None = None, meta: bool = False) -> Device:
     """Open the device that a user names.
 
     Args:
         name: "cpu", "cuda" (the first GPU), "cuda:1", or "virtual:NAME" for a simulated GPU; None takes a GPU if there
-            is one, else the CPU.
+            is one, else the CPU. A NAME that ends in ".json" is the path of a hardware profile.
+        meta: its tensors are on `meta` and have no bytes; a virtual GPU alone can do that.
 
     Returns:
         The device; the caller closes it.
@@ -179,6 +180,8 @@ def open_device(name: str | None = None) -> Device:
     Raises:
         ModelLoadError: there is no such device; the message lists those that exist.
     """
+    if meta and not (name or "").startswith("virtual:"):
+        raise ModelLoadError(f"{name or 'a real device'} cannot run without weights (meta): use virtual:NAME")
     if name is None:
         name = "cuda" if _cuda_count() else "cpu"
     if name == "cpu":
@@ -188,7 +191,7 @@ def open_device(name: str | None = None) -> Device:
     if name.startswith("virtual:"):
         from offload.virtual import VirtualDevice
 
-        return VirtualDevice(name.removeprefix("virtual:"))
+        return VirtualDevice(name.removeprefix("virtual:"), "meta" if meta else "cpu")
     match = re.fullmatch(r"cuda(?::(\d{1,4}))?", name)
     index = int(match[1] or 0) if match else None
     if index is None or index >= _cuda_count():
