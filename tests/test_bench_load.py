@@ -35,6 +35,10 @@ def test_shards_hold_every_tensor_once_and_both_arms_read_the_same(tmp_path):
         assert torch.equal(plain[name], target), name
 
 
+def test_tensors_are_dealt_to_shards_of_about_equal_size():
+    assert load.dealt({"a": 1, "b": 5, "c": 3, "d": 3}, 2) == [["b", "a"], ["c", "d"]]
+
+
 def test_ratios_are_of_medians_and_of_single_rounds():
     plain = {"load_s": 2.0, "samples_s": [2.0, 1.0, 4.0]}
     ours = {"load_s": 1.0, "samples_s": [1.0, 2.0, 1.0]}

@@ -74,7 +74,7 @@ def test_v2_group_inside_a_container_whose_mount_shows_a_part_of_the_tree(tmp_pa
 
 
 def test_v2_group_outside_of_what_a_namespace_shows(tmp_path):
-    files = group("sys/fs/cgroup", 3 * GIB, GIB) | group("sys", 1, 0)
+    files = group("sys/fs/cgroup", 3 * GIB, GIB) | group("sys/fs", 1, 0)
     root = system(tmp_path, "0::/../other\n", V2_MOUNT, **files)
     assert free_host_memory(root=root) == FreeMemory(2 * GIB, 3 * GIB)
 
