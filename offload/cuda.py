@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from offload.device import Device, Event, FreeMemory, Graph, Residency, Stream, require_memory
-from offload.errors import ModelLoadError
+from offload.errors import ModelLoadError, NotEnoughMemoryError
 from offload.host import free_host_memory, map_anonymous
 from offload.text import gib
 from offload_kernels import memory
@@ -64,7 +64,8 @@ class CudaDevice(Device):
         try:
             return torch.empty(nbytes, dtype=torch.uint8, device=self.torch_device)
         except torch.OutOfMemoryError as error:
-            raise ModelLoadError(f"no {gib(nbytes)} in one piece on {self.name}: offload more") from error
+            text = f"no {gib(nbytes)} in one piece on {self.name}: offload more"
+            raise NotEnoughMemoryError(text, nbytes, self.device_memory().free_bytes) from error
 
     def device_view(self, host: Tensor) -> Tensor:
         return memory.device_view(host, self.torch_device)

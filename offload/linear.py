@@ -19,6 +19,9 @@ class HostLinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """x (..., K) -> (..., N); on CPU tensors this is torch's own product."""
+        if torch.is_autocast_enabled(x.device.type):
+            # Autocast makes a weight of another dtype first: the bus is crossed by that, once.
+            return super().forward(x)
         return linear(x, self.weight, self.bias)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 import offload.cuda
 from offload.cuda import CudaDevice, device_count
 from offload.device import FreeMemory, open_device
-from offload.errors import ModelLoadError
+from offload.errors import ModelLoadError, NotEnoughMemoryError
 from tests.toys import TOKENS, Toy, offloaded, prefetch, uva
 
 GIB = 2**30
@@ -197,8 +197,9 @@ def test_an_allocation_that_fails_after_all_is_a_load_error(
         raise torch.OutOfMemoryError("fragmented")
 
     monkeypatch.setattr(torch, "empty", full)
-    with pytest.raises(ModelLoadError, match=r"no 1\.000 GiB in one piece on cuda:1"):
+    with pytest.raises(NotEnoughMemoryError, match=r"no 1\.000 GiB in one piece on cuda:1") as caught:
         device.allocate_device(GIB)
+    assert (caught.value.needed_bytes, caught.value.free_bytes) == (GIB, 10 * GIB)
 
 
 def test_no_stream_means_torchs_current_one(device: CudaDevice, cuda: FakeCuda) -> None:

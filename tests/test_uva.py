@@ -112,6 +112,13 @@ def test_a_dtype_that_the_kernels_do_not_take_works_on_the_view() -> None:
     assert torch.equal(logits(model), logits(plain))
 
 
+def test_autocast_converts_a_host_weight_as_any_other() -> None:
+    model, plain = Toy([3, 4]), Toy([3, 4])
+    offloaded(model, EVERYTHING)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(logits(model), logits(plain))
+
+
 def test_true_state_and_the_refusals_of_a_copy() -> None:
     model, plain = Toy([3, 4, 5]), Toy([3, 4, 5])
     offloaded(model, EVERYTHING)
