@@ -40,12 +40,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns:
         The exit code: 0; 1 if generating failed; 2 for a wrong configuration or usage; 3 if the model cannot be loaded;
-        130 after Ctrl-C.
+        130 after Ctrl-C; 141 if the reader of stdout left.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("always", OffloadConfigWarning)
         warnings.showwarning = _print_warning
-        return _exit_code(lambda: _run(argv))
+        code = _exit_code(lambda: _run(argv))
+        return _exit_code(lambda: _flushed(code))
 
 
 def _run(argv: Sequence[str] | None) -> int:
@@ -77,9 +78,7 @@ def _subcommands() -> dict[str, ModuleType]:
 
 def _exit_code(run: Callable[[], int]) -> int:
     try:
-        code = run()
-        sys.stdout.flush()
-        return code
+        return run()
     except OffloadConfigError as error:
         return _fatal(error, EXIT_CONFIG)
     except ModelLoadError as error:
@@ -87,16 +86,25 @@ def _exit_code(run: Callable[[], int]) -> int:
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except BrokenPipeError:
-        # The reader left. The interpreter flushes stdout once more at exit; give it somewhere to write.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _discard_stdout()
         return EXIT_BROKEN_PIPE
     except (ValueError, RuntimeError, MemoryError, OSError) as error:
         return _fatal(error, EXIT_GENERATION)
 
 
+def _flushed(code: int) -> int:
+    sys.stdout.flush()
+    return code
+
+
+def _discard_stdout() -> None:
+    """Give stdout's buffer somewhere to go: the interpreter flushes it once more at exit, and the reader has left."""
+    with open(os.devnull, "wb") as nowhere:
+        os.dup2(nowhere.fileno(), sys.__stdout__.fileno())
+
+
 def _fatal(error: BaseException, code: int) -> int:
     text = " ".join(str(error).split()) or type(error).__name__
-    sys.stdout.flush()
     print(f"offload: fatal: {text}", file=sys.stderr)
     return code
 

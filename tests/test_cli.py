@@ -1,5 +1,6 @@
 """The command line's frame: one line for whatever ends a run, the exit code, and no needless import."""
 
+import os
 import subprocess
 import sys
 
@@ -9,9 +10,9 @@ from offload import __version__, cli
 from offload.errors import ModelLoadError, OffloadConfigError, OffloadConfigWarning
 
 
-def run_python(code, *arguments):
-    """Run `code` in a fresh interpreter that prints the CLI's module names last."""
-    return subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True)
+def buffered():
+    """The environment in which a user's Python buffers its output."""
+    return {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
 
 
 def one_line(captured):
@@ -68,6 +69,7 @@ def test_a_defect_of_ours_is_not_hidden(ending):
     [
         ([], "required: COMMAND, see `offload --help`"),
         (["unheard"], "invalid choice: 'unheard'"),
+        (["--vers"], "required: COMMAND"),
         (["inspect"], "required: --offload-config, see `offload inspect --help`"),
         (["inspect", "--offload-config", "{}", "extra"], "unrecognized arguments: extra"),
         (["inspect", "--offload", "{}"], "required: --offload-config"),
@@ -129,9 +131,31 @@ def test_a_configuration_is_inspected_without_torch():
         "heavy = {'torch', 'triton', 'numpy', 'safetensors', 'transformers'} & sys.modules.keys()\n"
         "sys.exit(f'imported {heavy}' if heavy else status)"
     )
-    done = run_python(code, '{"uva": {"cpu_offload_gb": 1}}')
+    command = [sys.executable, "-c", code, '{"uva": {"cpu_offload_gb": 1}}']
+    done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "backend   uva" in done.stdout
+
+
+def test_a_closed_pipe_ends_it_quietly():
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "offload", "inspect", "--offload-config", "{}"]
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, env=buffered())
+    os.close(writer)
+    assert done.returncode == 141 and done.stderr == ""
+
+
+def test_a_closed_pipe_does_not_hide_the_reason(tiny_folder):
+    reader, writer = os.pipe()
+    os.close(reader)
+    config = '{"uva": {"cpu_offload_gb": 1, "cpu_offload_params": ["experts"]}}'
+    command = [sys.executable, "-m", "offload", "inspect", "--offload-config", config, "--model", str(tiny_folder)]
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, env=buffered())
+    os.close(writer)
+    assert done.returncode == 141
+    assert done.stderr.splitlines()[-1].startswith("offload: fatal: nothing would be offloaded")
+    assert "Traceback" not in done.stderr and "ignored" not in done.stderr
 
 
 def test_the_module_and_its_exit_code():

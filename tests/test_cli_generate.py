@@ -1,6 +1,7 @@
 """`offload generate`: text on stdout as it comes, one line of numbers on stderr, and every way it can end."""
 
 import io
+import os
 import re
 import shutil
 import signal
@@ -91,6 +92,13 @@ def test_an_invalid_configuration_is_refused_before_the_model_is_looked_for(caps
     assert generate(capsys, "/no/such/folder")[0] == 3
 
 
+def test_a_configuration_from_a_file(capsys, tiny_folder, tmp_path):
+    file = tmp_path / "c.json"
+    file.write_text('{"uva": {"cpu_offload_gb": 1}}')
+    code, _, err = generate(capsys, tiny_folder, "--max-new-tokens", "1", "--offload-config", f"@{file}")
+    assert code == 0 and "0.000 GiB offloaded" not in err
+
+
 def test_text_needs_a_tokenizer(capsys, tiny_folder, tmp_path):
     folder = shutil.copytree(tiny_folder, tmp_path / "copy")
     (folder / "tokenizer.json").unlink()
@@ -103,7 +111,9 @@ def endless(tiny_folder):
     """A real process that is generating, and will be for long."""
     command = [sys.executable, "-m", "offload", "generate", "--model", str(tiny_folder), "--device", "cpu"]
     command += ["--prompt", "Hello", "--max-new-tokens", "90000", "--offload-config", UVA]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "bufsize": 0}
+    with subprocess.Popen(command, **pipes, env=buffered) as process:
         assert process.stdout.read(1)
         yield process
         process.kill()
@@ -111,8 +121,9 @@ def endless(tiny_folder):
 
 def test_ctrl_c_while_generating_is_130(endless):
     endless.send_signal(signal.SIGINT)
-    _, err = endless.communicate(timeout=60)
+    out, err = endless.communicate(timeout=60)
     assert endless.returncode == 130
+    assert len(out) < 4096, "the first text came with a full buffer, not when it was written"
     assert b"Traceback" not in err and b"fatal" not in err
 
 

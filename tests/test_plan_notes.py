@@ -91,6 +91,11 @@ def test_why_nothing_is_offloaded(config, reason):
     assert reason in refusal(config, model(5))
 
 
+def test_a_refusal_is_not_also_a_warning():
+    made = plan(model(5), prefetch(3, 1, 1, "layers.0"))
+    assert made.refusal and made.warnings == ()
+
+
 def test_nothing_to_offload_in_the_model_itself():
     assert "no decoder layers" in refusal(uva(1), [ParameterSpec("embed", None, 5)])
     assert "no decoder layers" in refusal(prefetch(1, 1, 1), [])

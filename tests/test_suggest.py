@@ -80,6 +80,7 @@ def test_experts_are_suggested_where_attention_would_be_read_by_every_token():
     [
         (model(8, DENSE), uva(20 * MIB), None),
         (model(8, DENSE), uva(1), None),
+        (model(8, MOE), uva(1), (8, 128)),
         (model(8, MOE), uva(300 * MIB, "experts"), (8, 128)),
         (model(8, MOE), uva(10**12), (8, 128)),
         (model(8, MOE), uva(1, "absent"), (8, 128)),
@@ -88,7 +89,18 @@ def test_experts_are_suggested_where_attention_would_be_read_by_every_token():
         (model(2, DENSE), prefetch(1, 1, 1), None),
         (model(5, DENSE), prefetch(9, 1, 1), None),
     ],
-    ids=["dense", "one-byte", "already", "everything", "refused", "no-stall", "one-layer", "no-step-helps", "empty"],
+    ids=[
+        "dense",
+        "one-byte",
+        "cheaper-per-byte-only",
+        "already",
+        "everything",
+        "refused",
+        "no-stall",
+        "one-layer",
+        "no-step-helps",
+        "empty",
+    ],
 )
 def test_nothing_is_suggested_where_nothing_is_better(parameters, config, experts):
     assert suggested(parameters, config, experts) == []
