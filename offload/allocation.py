@@ -7,7 +7,6 @@ alive elsewhere, so what is left over is counted.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -15,9 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from offload.device import Device
 from offload.plan import aligned
-
-if TYPE_CHECKING:
-    from offload.backend import Weight
+from offload.weights import Weight
 
 
 class Allocation:
