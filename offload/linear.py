@@ -19,7 +19,7 @@ class HostLinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """x (..., K) -> (..., N); on CPU tensors this is torch's own product."""
-        if torch.is_autocast_enabled(x.device.type):
+        if not x.is_meta and torch.is_autocast_enabled(x.device.type):  # torch refuses to answer for meta
             # Autocast makes a weight of another dtype first: the bus is crossed by that, once.
             return super().forward(x)
         return linear(x, self.weight, self.bias)
