@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offload.virtual import VirtualDevice
-from offload.virtual.profiles import PICOSECONDS_PER_S
 from offload.virtual.idle import CAUSES
+from offload.virtual.profiles import PICOSECONDS_PER_S
 from tests.virtual.conftest import PER_PS
 from tests.virtual.programs import Program
 
