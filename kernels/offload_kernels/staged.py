@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import torch
 
-from offload_kernels import memory
+from offload_kernels import memory, runtime
 
 # A chunk long enough that its launches vanish behind its transfer (16 MiB: 0.3 ms on PCIe 5, against some 10 us),
 # short enough that the last chunk's product, which nothing hides, is a small part of the whole.
@@ -28,17 +28,15 @@ def chunks(N: int, row_bytes: int) -> list[tuple[int, int]]:
 def run(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
     """Write x W^T + bias to ``out``; arguments as in `skinny.run`."""
     ranges = chunks(weight.shape[0], weight.shape[1] * weight.element_size())
-    if not ranges:
-        return
-    rows = ranges[0][1] - ranges[0][0]
-    ring = torch.empty((2, rows, weight.shape[1]), dtype=weight.dtype, device=x.device)
-    arrived = _copy_on_stream(weight, ranges, ring) if x.is_cuda else _copy_in_order(weight, ranges, ring)
-    for (first, end), chunk in zip(ranges, arrived, strict=True):
-        part = out[:, first:end]
-        if bias is None:
-            torch.mm(x, chunk.t(), out=part)
-        else:
-            torch.addmm(bias[first:end], x, chunk.t(), out=part)
+    with runtime.on_device(x.device):
+        ring = torch.empty((2, ranges[0][1], weight.shape[1]), dtype=weight.dtype, device=x.device)
+        arrived = copy_on_stream(weight, ranges, ring) if x.is_cuda else _copy_in_order(weight, ranges, ring)
+        for (first, end), chunk in zip(ranges, arrived, strict=True):
+            part = out[:, first:end]
+            if bias is None:
+                torch.mm(x, chunk.t(), out=part)
+            else:
+                torch.addmm(bias[first:end], x, chunk.t(), out=part)
 
 
 def _copy_in_order(weight: torch.Tensor, ranges: list[tuple[int, int]], ring: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -49,26 +47,21 @@ def _copy_in_order(weight: torch.Tensor, ranges: list[tuple[int, int]], ring: to
         yield chunk
 
 
-def _copy_on_stream(weight: torch.Tensor, ranges: list[tuple[int, int]], ring: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The ring by the copy engine: a chunk is yielded once the current stream waits for it; two copies run ahead at
-    most.
+def copy_on_stream(weight: torch.Tensor, ranges: list[tuple[int, int]], ring: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The ring by the copy engine: a chunk is yielded once the current stream waits for it, two copies run ahead.
 
     The side stream begins after all that was queued (the ring's memory may be another's until then) and the current
-    stream waits for the last copy, so that both fork and join inside a captured graph, and the ring may be freed as
-    usual.
+    stream waits for the last copy: a captured graph sees fork and join, and the ring may be freed as usual.
     """
-    with torch.cuda.device(ring.device):
-        compute, side = torch.cuda.current_stream(), torch.cuda.Stream()
-        side.wait_stream(compute)
-        arrivals: list[torch.cuda.Event] = []
-        for number in range(min(2, len(ranges))):
-            arrivals.append(_queue(weight, ranges[number], ring[number], side))
-        for number, (first, end) in enumerate(ranges):
-            compute.wait_event(arrivals[number])
-            yield ring[number % 2, : end - first]
-            if number + 2 < len(ranges):
-                side.wait_stream(compute)  # the chunk that was just multiplied is free
-                arrivals.append(_queue(weight, ranges[number + 2], ring[number % 2], side))
+    compute, side = torch.cuda.current_stream(), torch.cuda.Stream()
+    side.wait_stream(compute)
+    arrivals = [_queue(weight, rows, slot, side) for rows, slot in zip(ranges, ring, strict=False)]
+    for number, (first, end) in enumerate(ranges):
+        compute.wait_event(arrivals[number])
+        yield ring[number % 2, : end - first]
+        if number + 2 < len(ranges):
+            side.wait_stream(compute)  # the chunk that was just multiplied is free
+            arrivals.append(_queue(weight, ranges[number + 2], ring[number % 2], side))
 
 
 def _queue(
