@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-BUILT_FROM = ("pyproject.toml", "README.md", "LICENSE", "offload", "kernels")
+BUILT_FROM = ("pyproject.toml", "README.md", "LICENSE", "offload", "kernels", "bench", "tests", "notebooks")
 
 
 @pytest.fixture(scope="module")
