@@ -12,7 +12,7 @@ from offload_kernels.expert_checks import check_experts, check_grouped, refuse_i
 from offload_kernels.ops import LIBRARY
 
 
-def _sorted_pairs(topk_ids: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor]:
+def sorted_pairs(topk_ids: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Pairs (T k,) sorted by expert, in token order within one, and offsets (E + 1,): fixed shapes and no wait for the
     device.
 
@@ -24,7 +24,7 @@ def _sorted_pairs(topk_ids: torch.Tensor, experts: int) -> tuple[torch.Tensor, t
     return pairs, torch.searchsorted(by_expert, torch.arange(experts + 1, dtype=ids.dtype, device=ids.device))
 
 
-def _experts_by_kernel(
+def experts_by_kernel(
     x: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor
 ) -> torch.Tensor:
     """Gate-up for all pairs, down for all pairs, then each token's sum: three launches around the sort."""
@@ -35,7 +35,7 @@ def _experts_by_kernel(
     if T == 0 or top_k == 0:
         return x.new_zeros((T, H))
     x, topk_ids, topk_weights = x.contiguous(), topk_ids.contiguous(), topk_weights.contiguous()
-    pairs, offsets = _sorted_pairs(topk_ids, experts)
+    pairs, offsets = sorted_pairs(topk_ids, experts)
     size, arch = x.element_size(), runtime.arch_of(x.device)
     gate_up, down = pick("gate_up", T, size, arch), pick("down", T, size, arch)
     # An expert has at most T rows as long as a token's ids are distinct.
@@ -49,12 +49,12 @@ def _experts_by_kernel(
     return out
 
 
-def _experts_by_torch(
+def experts_by_torch(
     x: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor
 ) -> torch.Tensor:
     """The same on the CPU: one active expert after the other, sums in fp32 in the order of the experts."""
     top_k = topk_ids.shape[1]
-    pairs, offsets = _sorted_pairs(topk_ids, w13.shape[0])
+    pairs, offsets = sorted_pairs(topk_ids, w13.shape[0])
     ends = offsets.tolist()
     scale = topk_weights.reshape(-1, 1)[pairs].float()
     out = x.new_zeros(x.shape, dtype=torch.float32)
@@ -104,12 +104,12 @@ def _fused_experts(
     if x.is_cpu:
         refuse_ids(topk_ids, w13.shape[0])
         if schedule is None:
-            return _experts_by_torch(x, w13, w2, topk_ids, topk_weights)
+            return experts_by_torch(x, w13, w2, topk_ids, topk_weights)
     runtime.demand_runnable("grouped", x.device)
     if x.is_cuda:
         check_locked(w13)
         check_locked(w2)
-    return _experts_by_kernel(x, w13, w2, topk_ids, topk_weights)
+    return experts_by_kernel(x, w13, w2, topk_ids, topk_weights)
 
 
 def _fused_experts_fake(

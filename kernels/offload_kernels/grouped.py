@@ -109,38 +109,37 @@ def grouped_kernel(
         group = tl.load(active_ptr + item // blocks)
         first = tl.load(offsets_ptr + group).to(tl.int32)
         last = tl.load(offsets_ptr + group + 1).to(tl.int32)
-        if first < last:
-            first_n = item % blocks * BLOCK_N
-            offs_n = first_n + tl.arange(0, BLOCK_N)
-            mask_n = offs_n < N
-            stride = w_stride * W_UNIT
-            gate_ptr = w_ptr + group.to(tl.int64) * w_group_stride * W_UNIT + first_n.to(tl.int64) * stride
-            up_ptr = gate_ptr + N.to(tl.int64) * stride
-            if RING:
-                if last - first > BLOCK_M:
-                    slot_stride = ring_stride * RING_UNIT
-                    slot_ptr = ring_ptr + pid.to(tl.int64) * HALVES * BLOCK_N * slot_stride
-                    slot_up_ptr = slot_ptr + BLOCK_N * slot_stride
-                    tl.debug_barrier()  # nobody reads any more what the previous item left in the slot
-                    copy_block(slot_ptr, gate_ptr, slot_stride, stride, mask_n, K, BLOCK_N, BLOCK_K, STAGES)
-                    if GATED:
-                        copy_block(slot_up_ptr, up_ptr, slot_stride, stride, mask_n, K, BLOCK_N, BLOCK_K, STAGES)
-                    tl.debug_barrier()  # other threads of this program read what this one wrote
-                    gate_ptr, up_ptr, stride = slot_ptr, slot_up_ptr, slot_stride
-            for start in range(first, last, BLOCK_M):
-                offs_m = start + tl.arange(0, BLOCK_M)
-                mask_m = offs_m < last
-                pair = offs_m.to(tl.int64)
-                if GATHER > 0 or SCATTER:
-                    pair = tl.load(pairs_ptr + offs_m, mask=mask_m, other=0)  # [BLOCK_M]
-                x_row = pair // GATHER if GATHER > 0 else offs_m.to(tl.int64)
-                out_row = pair if SCATTER else offs_m.to(tl.int64)
-                acc = multiply_block(
-                    gate_ptr, up_ptr, x_ptr + x_row * x_stride * X_UNIT, stride, mask_n, mask_m, K,
-                    GATED, UPCAST, BLOCK_N, BLOCK_M, BLOCK_K, STAGES,
-                )  # fmt: skip
-                out = out_ptr + (out_row * out_stride)[None, :] + offs_n[:, None]
-                tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=mask_n[:, None] & mask_m[None, :])
+        first_n = item % blocks * BLOCK_N
+        offs_n = first_n + tl.arange(0, BLOCK_N)
+        mask_n = offs_n < N
+        stride = w_stride * W_UNIT
+        gate_ptr = w_ptr + group.to(tl.int64) * w_group_stride * W_UNIT + first_n.to(tl.int64) * stride
+        up_ptr = gate_ptr + N.to(tl.int64) * stride
+        if RING:
+            if last - first > BLOCK_M:
+                slot_stride = ring_stride * RING_UNIT
+                slot_ptr = ring_ptr + pid.to(tl.int64) * HALVES * BLOCK_N * slot_stride
+                slot_up_ptr = slot_ptr + BLOCK_N * slot_stride
+                tl.debug_barrier()  # nobody reads any more what the previous item left in the slot
+                copy_block(slot_ptr, gate_ptr, slot_stride, stride, mask_n, K, BLOCK_N, BLOCK_K, STAGES)
+                if GATED:
+                    copy_block(slot_up_ptr, up_ptr, slot_stride, stride, mask_n, K, BLOCK_N, BLOCK_K, STAGES)
+                tl.debug_barrier()  # other threads of this program read what this one wrote
+                gate_ptr, up_ptr, stride = slot_ptr, slot_up_ptr, slot_stride
+        for start in range(first, last, BLOCK_M):
+            offs_m = start + tl.arange(0, BLOCK_M)
+            mask_m = offs_m < last
+            pair = offs_m.to(tl.int64)
+            if GATHER > 0 or SCATTER:
+                pair = tl.load(pairs_ptr + offs_m, mask=mask_m, other=0)  # [BLOCK_M]
+            x_row = pair // GATHER if GATHER > 0 else offs_m.to(tl.int64)
+            out_row = pair if SCATTER else offs_m.to(tl.int64)
+            acc = multiply_block(
+                gate_ptr, up_ptr, x_ptr + x_row * x_stride * X_UNIT, stride, mask_n, mask_m, K,
+                GATED, UPCAST, BLOCK_N, BLOCK_M, BLOCK_K, STAGES,
+            )  # fmt: skip
+            out = out_ptr + (out_row * out_stride)[None, :] + offs_n[:, None]
+            tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=mask_n[:, None] & mask_m[None, :])
 
 
 @dataclass(frozen=True)
