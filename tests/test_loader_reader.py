@@ -273,3 +273,19 @@ def test_bytes_of_the_right_file_are_read(tmp_path):
         reader.read_into(name, destination)
         assert (destination == value).all()
     reader.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("target", [torch.bfloat16, torch.float32], ids=str)
+def test_device_memory_of_a_gpu_is_filled_through_page_locked_buffers(tmp_path, target):
+    from offload.device import open_device
+
+    device = open_device("cuda")
+    # More than both buffers together, so that each is written a second time while the other is copied.
+    tensor = torch.randn(3 * reading.STAGING_BYTES // 2 + 77, dtype=torch.bfloat16)
+    reader = opened(tmp_path / "x.safetensors", {"x": tensor}, device)
+    destination = torch.full(tensor.shape, float("nan"), dtype=target, device=device.torch_device)
+    reader.read_into("x", destination)
+    reader.close()
+    assert torch.equal(destination.cpu(), tensor.to(target))
+    device.close()
