@@ -13,7 +13,8 @@ LOGS := .pytest_cache/closing
 
 # The suite is three processes, since one that interprets Triton kernels cannot compile them.
 PARTS := main interpret compile
-TESTS_main := tests --ignore=tests/kernels -n 2
+# One file, one worker: what a module's fixtures build is built once.
+TESTS_main := tests --ignore=tests/kernels --numprocesses=2 --dist=loadfile
 TESTS_interpret := tests/kernels/interpret
 TESTS_compile := tests/kernels/compile
 ENV_main :=
@@ -32,8 +33,10 @@ $(INSTALLED): pyproject.toml constraints.txt
 		--no-build-isolation --editable '.[bench,test]'
 	touch $@
 
-demo: $(INSTALLED)
+$(MODEL)/config.json: | $(INSTALLED)
 	$(BIN)/python -m bench prepare smollm2
+
+demo: $(INSTALLED) $(MODEL)/config.json
 	$(BIN)/python -m bench budget --model $(MODEL)
 	$(BIN)/python -m offload generate --model $(MODEL) --chat --max-new-tokens 48 \
 		--offload-config '{"uva": {"cpu_offload_gb": 0.1}}' --prompt 'Why does the moon have phases?'
@@ -43,7 +46,7 @@ lint: $(INSTALLED)
 	$(BIN)/ruff format --check .
 
 # Two processes at a time, each part's output in one piece, and at the end every part's closing line again.
-test: lint
+test: lint $(MODEL)/config.json
 	rm -rf $(LOGS) && mkdir -p $(LOGS)
 	status=0; $(MAKE) --no-print-directory --keep-going --jobs=2 --output-sync=target $(PARTS:%=test-%) || status=$$?; \
 	for part in $(PARTS); do echo "$$part:"; tail -n 1 $(LOGS)/$$part; done; \
