@@ -13,6 +13,7 @@ from offload.config import OffloadConfig
 from offload.device import Device, open_device
 from offload.engine import Engine, load
 from offload.errors import OffloadConfigError
+from offload.model_configs import find
 from offload.plan import ParameterSpec
 
 
@@ -72,7 +73,7 @@ def subject_of(args: argparse.Namespace) -> Subject:
         OffloadConfigError: they contradict each other.
         ModelLoadError: no such model.
     """
-    path, name = (model_config(args.model_config)) if args.model_config else (Path(args.model), Path(args.model).name)
+    path, name = find(args.model_config) if args.model_config else (Path(args.model), Path(args.model).name)
     load_format = args.load_format or ("dummy" if args.model_config else "safetensors")
     is_virtual = (args.device or "").startswith("virtual:")
     if load_format == "meta" and not is_virtual:
@@ -81,8 +82,3 @@ def subject_of(args: argparse.Namespace) -> Subject:
         raise OffloadConfigError("--model-config names no weights: use --model DIR, or --load-format dummy or meta")
     return Subject(path, name or Path.cwd().name, load_format, args.device, args.dtype, getattr(args, "graph", False))
 
-
-def model_config(text: str) -> tuple[Path, str]:
-    """Path and name of a model configuration: a file (named by its folder if it is a `config.json`)."""
-    path = Path(text)
-    return path, path.resolve().parent.name if path.name == "config.json" else path.stem
