@@ -43,6 +43,12 @@ def test_a_prompt_from_stdin(capsys, monkeypatch, tiny_folder):
     assert generate(capsys, tiny_folder, "--max-new-tokens", "5", prompt="-")[:2] == (0, expected)
 
 
+def test_a_simulations_speed_is_called_that(capsys, tiny_folder):
+    flags = ("--device", "virtual:h200-pcie5", "--max-new-tokens", "3")
+    code, _, err = generate(capsys, tiny_folder, *flags)
+    assert code == 0 and "tok/s of the simulation itself" in err.splitlines()[-1]
+
+
 def test_chat_uses_the_template(capsys, tiny_folder):
     _, expected, _ = generate(capsys, tiny_folder, "--max-new-tokens", "5", prompt="<user>Hello")
     code, out, _ = generate(capsys, tiny_folder, "--max-new-tokens", "5", "--chat")

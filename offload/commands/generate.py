@@ -63,7 +63,9 @@ def run(arguments: argparse.Namespace) -> int:
             on_token=stream.put,
         )
         print(flush=True)
-        print(f"[offload] {stream.rate()}, {_memory(engine)}, loaded in {load_s:.2f} s", file=sys.stderr)
+        whose = " of the simulation itself" if engine.parts.device.simulated else ""
+        numbers = f"{stream.rate()}{whose}, {_memory(engine)}, loaded in {load_s:.2f} s"
+        print(f"[offload] {numbers}", file=sys.stderr)
     return 0
 
 
