@@ -157,7 +157,7 @@ def cell(column: Column, row: dict[str, Any]) -> str:
     if column.field == "step_s":
         return step_ms(row)
     if column.field == "config":
-        return short_config(row["config"])
+        return "-" if row["config"] is None and row["backend"] != "none" else short_config(row["config"])
     text = column.text(row[column.field])
     return f"{text} %" if column.field in PERCENT and text != "-" else text
 
