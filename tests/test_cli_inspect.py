@@ -136,3 +136,18 @@ def test_dtype_changes_the_sizes(capsys, tiny_folder):
         sizes.append(json.loads(out)["plan"]["offloaded_bytes"])
     assert 0.4 < sizes[1] / sizes[0] and sizes[0] != sizes[1]
     assert inspect(capsys, UVA, "--model", str(tiny_folder), "--dtype", "int8")[0] == 3
+
+
+def test_a_mixture_of_experts_reads_only_routed_ones_and_is_told_so(capsys, tmp_path):
+    experts = {"num_experts": 16, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "norm_topk_prob": True}
+    config = CONFIG | experts | {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    code, out, _ = inspect(capsys, '{"uva": {"cpu_offload_gb": 0.0005}}', "--model", str(tmp_path), "--json")
+    shown = json.loads(out)["plan"]
+    assert code == 0
+    assert shown["bus_bytes_per_token"] < 0.5 * shown["offloaded_bytes"]
+    (better,) = shown["suggestions"]
+    assert better["config"]["uva"]["cpu_offload_params"] == ["mlp.experts"]
+    assert better["bus_bytes_per_token"] < shown["bus_bytes_per_token"]
+    code, _, _ = inspect(capsys, json.dumps(better["config"]), "--model", str(tmp_path))
+    assert code == 0
