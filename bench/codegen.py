@@ -175,8 +175,8 @@ def faults(row: Row) -> list[str]:
     """The rules that a tile's code breaks, in words."""
     threads = 32 * row.warps
     rules = {
-        "it uses stack": row.stack_bytes == 0,
-        "it uses local memory": row.local_bytes == 0,
+        f"it uses {row.stack_bytes} bytes of stack": row.stack_bytes == 0,
+        f"it uses {row.local_bytes} bytes of local memory": row.local_bytes == 0,
         f"{row.registers} registers x {threads} threads exceed the register file": row.registers * threads <= 65536,
         f"{row.shared_bytes} bytes of shared memory exceed {row.shared_limit_bytes}": row.shared_bytes
         <= row.shared_limit_bytes,

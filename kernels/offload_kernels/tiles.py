@@ -118,7 +118,7 @@ _WARP_GROUP = {
     },
     "wide": {0: WideTile(64, 256, 64, 3, 8, copy_stages=4)},
     "gate_up": {16: GroupedTile(64, 16, 128, 3, 8), 0: GroupedTile(64, 64, 64, 4, 8)},
-    "down": {16: GroupedTile(64, 16, 128, 4, 8), 0: GroupedTile(64, 64, 64, 3, 8)},
+    "down": {16: GroupedTile(64, 16, 64, 6, 8), 0: GroupedTile(64, 64, 64, 3, 8)},
 }
 _INTERPRETED = {
     "skinny": {
