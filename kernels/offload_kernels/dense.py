@@ -28,7 +28,7 @@ def linear(
     (``offload::linear_out`` with ``out``).
 
     Args:
-        x: (..., K) activations on the device; fp32, fp16 or bf16. Copied if the last stride is not 1.
+        x: (..., K) activations on the device; fp32, fp16 or bf16. Copied if rows are not 16-byte aligned.
         weight: (N, K) of x's dtype, unit stride along K, any row stride: a pinned CPU tensor, a device view of
             page-locked memory, or a tensor beside x. See `check_weight` for what makes it slow.
         bias: (N,) beside x and of its dtype, or None.

@@ -118,8 +118,6 @@ def _write(
     if M == 0 or N == 0:
         return
     rows = x.reshape(M, K)
-    if K > 1 and rows.stride(1) != 1:
-        rows = rows.contiguous()
     if schedule == "staged":
         from offload_kernels import staged
 

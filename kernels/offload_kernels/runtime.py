@@ -96,13 +96,27 @@ class Units:
 
     @classmethod
     def assumed(cls, dtype: torch.dtype, aligned: bool) -> "Units":
-        """Those of rows on 16 bytes, or of rows about which nothing is known."""
+        """Those of weight rows on 16 bytes, or of rows about which nothing is known; x is seen to by `aligned_rows`."""
         vector = VECTOR_BYTES // dtype.itemsize
-        return cls(vector, vector, vector, vector) if aligned else cls(1, 1, 1, vector)
+        return cls(vector, vector, vector, vector) if aligned else cls(1, vector, 1, vector)
 
     def constants(self) -> dict[str, int]:
         """The compile-time constants that kernels take."""
         return {"W_UNIT": self.w, "X_UNIT": self.x, "K_UNIT": self.k}
+
+
+def aligned_rows(x: torch.Tensor) -> torch.Tensor:
+    """x (M, K) itself if its rows begin on 16 bytes and have unit stride, else a copy with padded rows that do.
+
+    Loads of x by 2 bytes cost registers: they make kernels spill, whose weight would otherwise arrive at full speed.
+    """
+    vector = VECTOR_BYTES // x.element_size()
+    if x.stride(1) == 1 and x.stride(0) % vector == 0 and x.data_ptr() % VECTOR_BYTES == 0:
+        return x
+    M, K = x.shape
+    rows = x.new_empty(M, math.ceil(K / vector) * vector)[:, :K]
+    rows.copy_(x)
+    return rows
 
 
 def line_elements(element_bytes: int) -> int:

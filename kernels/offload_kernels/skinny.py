@@ -136,7 +136,7 @@ def specialise(
     Args:
         tile: The tile, already scaled to the dtype.
         dtype: Of x, W, bias and the result.
-        aligned: Rows of W and x begin on 16 bytes; otherwise on an element only.
+        aligned: Rows of W begin on 16 bytes; otherwise on an element only.
         bias: A bias is added.
         split: K is split: the result is fp32 partial sums.
     """
@@ -145,8 +145,7 @@ def specialise(
     signature = {"w_ptr": f"*{name}", "x_ptr": f"*{name}", "bias_ptr": f"*{name}" if bias else "constexpr"}
     signature |= {"out_ptr": "*fp32" if split else f"*{name}"}
     signature |= dict.fromkeys(_INTEGERS, "i32") | dict.fromkeys(consts, "constexpr")
-    pointers = ("w_ptr", "x_ptr", *(("bias_ptr",) if bias else ()), "out_ptr")
-    divisible = pointers if aligned else tuple(p for p in pointers if p not in ("w_ptr", "x_ptr"))
+    divisible = (*(("w_ptr",) if aligned else ()), "x_ptr", *(("bias_ptr",) if bias else ()), "out_ptr")
     consts |= {} if bias else {"bias_ptr": None}
     return Specialisation("kernel", signature, consts, divisible, tile.warps, tile.stages)
 
@@ -175,7 +174,7 @@ def run(
     """Write x W^T + bias to ``out``.
 
     Args:
-        x: (M, K), unit stride along K, on the GPU (on the CPU: in the interpreter).
+        x: (M, K) on the GPU (on the CPU: in the interpreter); copied if its rows are not 16-byte aligned.
         weight: (N, K), unit stride along K, page-locked host memory, a device view of it, or device memory.
         bias: (N,) beside x, or None.
         out: (M, N), unit stride along N, beside x.
@@ -189,6 +188,7 @@ def run(
     split = launch.splits > 1
     target = runtime.kernel_out(out)
     result = torch.empty((launch.splits * M, N), dtype=torch.float32, device=x.device) if split else target
+    x = runtime.aligned_rows(x)
     units = runtime.Units.of(x, weight)
     consts = constants(tile, bias=bias is not None, split=split, upcast=runtime.interpreting(), units=units)
     with runtime.on_device(x.device):

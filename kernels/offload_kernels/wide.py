@@ -122,7 +122,7 @@ def specialise(tile: WideTile, dtype: torch.dtype, *, aligned: bool = True, bias
     signature = {"w_ptr": f"*{name}", "x_ptr": f"*{name}", "bias_ptr": f"*{name}" if bias else "constexpr"}
     signature |= {"ring_ptr": f"*{name}", "out_ptr": f"*{name}"}
     signature |= dict.fromkeys(_INTEGERS, "i32") | dict.fromkeys(consts, "constexpr")
-    divisible = (*(("w_ptr", "x_ptr") if aligned else ()), *(("bias_ptr",) if bias else ()), "ring_ptr", "out_ptr")
+    divisible = (*(("w_ptr",) if aligned else ()), "x_ptr", *(("bias_ptr",) if bias else ()), "ring_ptr", "out_ptr")
     consts |= {} if bias else {"bias_ptr": None}
     return Specialisation("kernel", signature, consts, divisible, tile.warps, tile.stages)
 
@@ -136,6 +136,7 @@ def run(
     launch = plan(tile, N, K, size, runtime.processors_of(x.device))
     ring = torch.empty(launch.ring_shape, dtype=x.dtype, device=x.device)
     target = runtime.kernel_out(out)
+    x = runtime.aligned_rows(x)
     units = runtime.Units.of(x, weight)
     consts = constants(tile, bias=bias is not None, upcast=runtime.interpreting(), units=units)
     with runtime.on_device(x.device):

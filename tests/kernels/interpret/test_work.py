@@ -1,6 +1,7 @@
 """How work is cut: all of W, nothing twice, bounded scratch."""
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -73,3 +74,21 @@ def test_refusals(tile, words):
 def test_pick_refuses_more_rows_than_the_largest_tile():
     with pytest.raises(ValueError, match="at most 256 rows of x, got 257: use schedule 'wide'"):
         tiles.pick("skinny", 257, 2, 90)
+
+
+class TestRowsOfX:
+    """Kernels load x by 16 bytes: rows that do not begin there are copied to rows that do, others are left alone."""
+
+    def test_aligned_rows_are_left_alone(self):
+        x = torch.randn(5, 40, dtype=torch.bfloat16)
+        assert runtime.aligned_rows(x) is x and runtime.aligned_rows(x[1:, 8:24]).data_ptr() == x[1, 8:].data_ptr()
+
+    @pytest.mark.parametrize(
+        "x",
+        [torch.randn(5, 41), torch.randn(5, 40)[:, 1:], torch.randn(40, 5).t(), torch.randn(1, 43)],
+        ids=["stride", "base", "transposed", "one-row"],
+    )
+    def test_others_are_copied(self, x):
+        rows = runtime.aligned_rows(x)
+        assert torch.equal(rows, x) and rows.stride(1) == 1
+        assert rows.stride(0) * 4 % 16 == rows.data_ptr() % 16 == 0
