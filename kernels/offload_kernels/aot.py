@@ -32,13 +32,14 @@ class Binary:
     shared_bytes: int
 
 
-def build(module: ModuleType, spec: Specialisation, arch: int) -> Binary:
+def build(module: ModuleType, spec: Specialisation, arch: int, *, line_info: bool = True) -> Binary:
     """Compile ``spec`` of a kernel module.
 
     Args:
         module: The module that has the kernel (``offload_kernels.skinny``).
         spec: What its ``specialise`` returned.
         arch: Compute capability as an integer (90 for sm_90); no such GPU is needed.
+        line_info: The code names its source lines, by the path they have on this machine.
 
     Raises:
         RuntimeError: This process interprets kernels (``TRITON_INTERPRET=1``), so it cannot compile them, or the kernel
@@ -52,7 +53,9 @@ def build(module: ModuleType, spec: Specialisation, arch: int) -> Binary:
         raise RuntimeError("a process with TRITON_INTERPRET=1 cannot compile kernels: unset it and start again")
     source = ASTSource(getattr(module, spec.kernel), spec.signature, spec.constexprs, spec.attrs())
     options = {"num_warps": spec.num_warps, "num_stages": spec.num_stages}
-    compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+    with triton.knobs.compilation.scope():
+        triton.knobs.compilation.disable_line_info = not line_info
+        compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     meta = compiled.metadata
     if meta.global_scratch_size or meta.profile_scratch_size:
         raise RuntimeError(

@@ -10,7 +10,7 @@ import triton.language as tl
 from offload_kernels import runtime
 from offload_kernels.tiles import Specialisation
 
-_BLOCK = 512
+BLOCK = 512  # columns of one program
 
 
 @triton.jit(do_not_specialize=["H", "experts"])
@@ -45,7 +45,7 @@ def specialise(dtype: torch.dtype, ids: str, topk_weights: str, top_k: int) -> S
     data = f"*{runtime.DTYPES[dtype]}"
     pointers = {"pair_out_ptr": data, "ids_ptr": f"*{ids}", "topk_weights_ptr": f"*{topk_weights}", "out_ptr": data}
     signature = pointers | {"H": "i32", "experts": "i32", "TOP_K": "constexpr", "BLOCK": "constexpr"}
-    return Specialisation("combine_kernel", signature, {"TOP_K": top_k, "BLOCK": _BLOCK}, tuple(pointers), 4, 1)
+    return Specialisation("combine_kernel", signature, {"TOP_K": top_k, "BLOCK": BLOCK}, tuple(pointers), 4, 1)
 
 
 def run(
@@ -63,8 +63,8 @@ def run(
     (T, top_k), H = topk_ids.shape, out.shape[1]
     target = runtime.kernel_out(out)
     with runtime.on_device(out.device):
-        combine_kernel[(T, triton.cdiv(H, _BLOCK))](
-            pair_out, topk_ids, topk_weights, target, H, experts, TOP_K=top_k, BLOCK=_BLOCK
+        combine_kernel[(T, triton.cdiv(H, BLOCK))](
+            pair_out, topk_ids, topk_weights, target, H, experts, TOP_K=top_k, BLOCK=BLOCK
         )
     if target is not out:
         out.copy_(target)

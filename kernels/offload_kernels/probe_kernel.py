@@ -52,8 +52,8 @@ def read(words: torch.Tensor, sums: torch.Tensor, request_bytes: int, stages: in
     """Read all of ``words`` once and leave one sum a program.
 
     Args:
-        words: (rows, ROW_BYTES / 4) int32, contiguous: a device view of page-locked memory, or device memory; on the CPU
-            the interpreter reads it.
+        words: (rows, ROW_BYTES / 4) int32, contiguous: a device view of page-locked memory, or device memory; on the
+            CPU the interpreter reads it.
         sums: (programs,) int64 beside the reader.
         request_bytes: Contiguous bytes that are asked for at a time.
         stages: Depth of the pipeline.

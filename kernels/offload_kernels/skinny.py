@@ -18,8 +18,8 @@ from offload_kernels import runtime
 from offload_kernels.tiles import SkinnyTile, Specialisation, pick
 
 _INTEGERS = ["M", "N", "k_units", "splits", "steps_per_split", "w_stride", "x_stride", "out_stride"]
-_SUM_BLOCK = 256
-_MIN_STEPS = 8  # a split shorter than its pipeline never fills it
+SUM_BLOCK = 256
+MIN_STEPS = 8  # a split shorter than its pipeline never fills it
 
 
 @triton.jit
@@ -113,7 +113,7 @@ def plan(tile: SkinnyTile, N: int, K: int, element_bytes: int) -> Launch:
     """Cut N x K into tasks: programs that saturate the link, of equal work; K is split if W has too few tiles."""
     wanted = runtime.saturating_programs(tile, element_bytes)
     tiles, steps = math.ceil(N / tile.block_n), math.ceil(K / tile.block_k)
-    splits = max(1, min(wanted // tiles, steps // _MIN_STEPS))
+    splits = max(1, min(wanted // tiles, steps // MIN_STEPS))
     steps_per_split = max(1, math.ceil(steps / splits))
     splits = max(1, math.ceil(steps / steps_per_split))
     rounds = math.ceil(tiles * splits / wanted)
@@ -158,7 +158,7 @@ def specialise_sum(dtype: torch.dtype, *, bias: bool = False) -> Specialisation:
         "HAS_BIAS": "constexpr",
         "BLOCK": "constexpr",
     }
-    consts: dict[str, Any] = {"HAS_BIAS": bias, "BLOCK": _SUM_BLOCK} | ({} if bias else {"bias_ptr": None})
+    consts: dict[str, Any] = {"HAS_BIAS": bias, "BLOCK": SUM_BLOCK} | ({} if bias else {"bias_ptr": None})
     pointers = ("partial_ptr", *(("bias_ptr",) if bias else ()), "out_ptr")
     return Specialisation("sum_kernel", signature, consts, pointers, 4, 1)
 
@@ -198,8 +198,8 @@ def run(
             **consts, num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
         if split:
-            sum_kernel[(triton.cdiv(N, _SUM_BLOCK), M)](
-                result, bias, target, M, N, launch.splits, target.stride(0), HAS_BIAS=bias is not None, BLOCK=_SUM_BLOCK
+            sum_kernel[(triton.cdiv(N, SUM_BLOCK), M)](
+                result, bias, target, M, N, launch.splits, target.stride(0), HAS_BIAS=bias is not None, BLOCK=SUM_BLOCK
             )
     if target is not out:
         out.copy_(target)
