@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bench.machine import GIB
-from bench.rows import Row, short_config, tokens_per_row
+from bench.rows import NOT_LOADED, Row, short_config, tokens_per_row
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 COLOURS = {"none": "#444444", "uva": "#1f77b4", "prefetch": "#d95f02"}
 MARKERS = ("o", "s", "^", "D", "v", "P")
+LOG_ABOVE = 8
+"""Ratio of the highest to the lowest throughput above which the axis is logarithmic."""
 PANEL_INCHES = (5.6, 4.0)
 
 
@@ -31,12 +33,12 @@ def throughput_figure(rows: Sequence[Row], title: str) -> Figure:
     """
     from matplotlib.figure import Figure
 
-    tests = list(dict.fromkeys(row.test for row in rows)) or ["no rows"]
+    tests = list(dict.fromkeys(row.test for row in rows if row.test != NOT_LOADED)) or ["nothing fits"]
     width, height = PANEL_INCHES
     figure = Figure(figsize=(width * len(tests), height), layout="constrained")
     axes = figure.subplots(1, len(tests), squeeze=False)[0]
     for axis, test in zip(axes, tests, strict=True):
-        _panel(axis, [row for row in rows if row.test == test], test)
+        _panel(axis, [row for row in rows if row.test in (test, NOT_LOADED)], test)
     figure.suptitle(title, fontsize=11)
     return figure
 
@@ -57,15 +59,32 @@ def _panel(axis: Axes, rows: Sequence[Row], test: str) -> None:
         alike = [row for row in rows if row.batch == batch]
         for backend in COLOURS:
             _series(axis, [row for row in alike if row.backend == backend], backend, batch, marker, len(batches) > 1)
-    missing = [row.offloaded_bytes / GIB for row in rows if row.step_s is None and row.offloaded_bytes is not None]
+    missing = sorted({row.offloaded_bytes / GIB for row in rows if row.step_s is None})
     if missing:
-        axis.plot(missing, [0.0] * len(missing), "x", color="#aa0000", label="does not fit", clip_on=False)
+        bottom = axis.get_xaxis_transform()
+        axis.plot(
+            missing, [0.0] * len(missing), "x", color="#aa0000", label="does not fit", clip_on=False, transform=bottom
+        )
     axis.set(title=test, xlabel="offloaded weights (GiB)", ylabel="tokens/s")
-    axis.set_ylim(bottom=0)
-    axis.margins(x=0.06)
+    axis.margins(x=0.06, y=0.1)
+    _scale(axis, rows)
     axis.grid(alpha=0.3)
     if axis.get_legend_handles_labels()[0]:
         axis.legend(fontsize=8)
+
+
+def _scale(axis: Axes, rows: Sequence[Row]) -> None:
+    """From zero up; over a wide range logarithmic, with plain numbers at 1, 2 and 5."""
+    from matplotlib.ticker import FormatStrFormatter, LogLocator, NullFormatter
+
+    speeds = [row.tokens_per_s for row in rows if row.tokens_per_s is not None]
+    if speeds and max(speeds) > LOG_ABOVE * min(speeds):
+        axis.set_yscale("log")
+        axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axis.yaxis.set_major_formatter(FormatStrFormatter("%g"))
+        axis.yaxis.set_minor_formatter(NullFormatter())
+    else:
+        axis.set_ylim(0, axis.get_ylim()[1])
 
 
 def _series(axis: Axes, rows: Sequence[Row], backend: str, batch: int, marker: str, name_batch: bool) -> None:

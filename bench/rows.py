@@ -9,6 +9,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
@@ -16,6 +17,8 @@ from typing import Any
 
 from bench.machine import GIB, describe
 
+NOT_LOADED = "load"
+"""Test of a row whose model could not be loaded, so that nothing was timed."""
 FORMATS = ("md", "json", "jsonl", "csv")
 
 
@@ -31,7 +34,7 @@ class Row:
         simulated: True if the times come from a model of the hardware and not from a clock.
         load_format: where weights came from: "safetensors", "dummy" or "meta".
         batch: sequences at a time.
-        test: "pp512" (a prompt of 512 tokens) or "tg32" (32 decode steps).
+        test: "pp512" (a prompt of 512 tokens) or "tg32" (32 decode steps); "load" if it did not come to that.
         tokens_per_s: tokens of the whole batch over the median time.
         step_s: median time of one decode step (tg) or of the whole prompt (pp).
         bound_s: what the hardware allows at best; None where its rates are not known.
@@ -98,24 +101,29 @@ def speed(row: dict[str, Any]) -> str:
     if not row["samples_s"]:
         return "-"
     speeds = [tokens_per_row(row["test"], row["batch"]) / sample for sample in row["samples_s"]]
-    deviation = statistics.stdev(speeds) if len(speeds) > 1 else 0.0
-    return f"{_digits(statistics.fmean(speeds))} ± {_digits(deviation)}"
+    mean = statistics.fmean(speeds)
+    if len(speeds) == 1:
+        return _digits(mean)
+    return f"{_digits(mean)} ± {statistics.stdev(speeds):.{_decimals(mean)}f}"
 
 
 def step_ms(row: dict[str, Any]) -> str:
     """Median time and, with repetitions that differ, their spread: `12.3 (11.9-13.0)`."""
     if row["step_s"] is None:
         return "-"
-    low, high = min(row["samples_s"]) * 1e3, max(row["samples_s"]) * 1e3
-    spread = f" ({_digits(low)}-{_digits(high)})" if high > low else ""
-    return _digits(row["step_s"] * 1e3) + spread
+    low, high = _digits(min(row["samples_s"]) * 1e3), _digits(max(row["samples_s"]) * 1e3)
+    return _digits(row["step_s"] * 1e3) + (f" ({low}-{high})" if low != high else "")
 
 
 def _digits(value: float) -> str:
-    """At least three significant digits, whole from a thousand on."""
+    """At least three significant digits, whole from a thousand on; 0 as 0."""
+    return f"{value:.{_decimals(value)}f}"
+
+
+def _decimals(value: float) -> int:
     if value >= 1000 or value == 0:
-        return f"{value:.0f}"
-    return f"{value:.1f}" if value >= 100 else f"{value:.2f}" if value >= 1 else f"{value:.3g}"
+        return 0
+    return 1 if value >= 100 else 2 if value >= 1 else 2 - math.floor(math.log10(value))
 
 
 def _plain(value: Any) -> str:

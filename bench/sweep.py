@@ -14,7 +14,7 @@ import torch
 from bench.arms import pasteable
 from bench.judge import Judge
 from bench.measure import Timing, time_decode, time_prompt
-from bench.rows import Row, tokens_per_row
+from bench.rows import NOT_LOADED, Row, tokens_per_row
 from bench.subject import Subject
 from offload.bound import Bound
 from offload.config import OffloadConfig
@@ -78,7 +78,7 @@ def _arm(
     try:
         engine = subject.load(config, device)
     except OUT_OF_MEMORY as error:
-        yield replace(blank, test="load", batch=min(sizes.batches), note=does_not_fit(error))
+        yield replace(blank, test=NOT_LOADED, batch=min(sizes.batches), note=does_not_fit(error))
         return
     with engine:
         for kind, batch, length in sizes.tests:

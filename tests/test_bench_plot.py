@@ -23,7 +23,7 @@ SWEEP = [
     row("uva", 2 * GIB, 0.5, bound_s=0.25),
     row("uva", GIB, 0.4),
     row("prefetch", GIB, 0.2),
-    row("uva", 3 * GIB, None),
+    row("uva", 3 * GIB, None, test="load"),
 ]
 
 
@@ -51,7 +51,13 @@ def test_one_panel_for_each_test_and_a_series_for_each_batch():
     assert {bars.get_label() for bars in figure.axes[1].containers} == {"uva, batch 1", "uva, batch 4"}
 
 
-@pytest.mark.parametrize("rows", [[], [row("uva", GIB, None)]], ids=["empty", "nothing-fits"])
+def test_a_wide_range_is_drawn_on_a_logarithmic_axis():
+    (narrow,) = throughput_figure(SWEEP, "t").axes
+    (wide,) = throughput_figure([*SWEEP, row("uva", 4 * GIB, 9.0)], "t").axes
+    assert (narrow.get_yscale(), wide.get_yscale()) == ("linear", "log")
+
+
+@pytest.mark.parametrize("rows", [[], [row("uva", GIB, None, test="load")]], ids=["empty", "nothing-fits"])
 def test_a_sweep_without_times_still_draws(rows, tmp_path):
     assert save_figure(throughput_figure(rows, "t"), tmp_path / "x" / "a.png").stat().st_size > 1000
 

@@ -67,7 +67,7 @@ def test_md_gives_mean_and_deviation_median_and_spread_and_units():
     line = markdown([row().as_dict()]).splitlines()[-1]
     # Two sequences in 0.25, 0.5 and 1 s: 8, 4 and 2 tokens/s.
     assert [cell.strip() for cell in line.strip("|").split("|")] == [
-        "0.5", "1.00", "4.67 ± 3.06", "500.0 (250.0-1000)", "1.07",
+        "0.500", "1.00", "4.67 ± 3.06", "500.0 (250.0-1000)", "1.07",
     ]  # fmt: skip
 
 
