@@ -18,15 +18,16 @@ def refuse_grad(*tensors: torch.Tensor | None) -> None:
 
 def check_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
     """Refuse shapes, dtypes, strides and devices that do not go together; cheap, since engines call it per layer."""
-    dtype = x.dtype
+    dtype, device, shape = x.dtype, x.device, weight.shape
     if (
-        weight.dim() != 2
-        or x.shape[-1:] != weight.shape[1:]
+        len(shape) != 2
+        or x.dim() == 0
+        or x.shape[-1] != shape[1]
         or weight.dtype is not dtype
         or dtype not in DTYPES
         or weight.stride(1) != 1
-        or (weight.device != x.device and not (weight.is_cpu and x.is_cuda))
-        or (bias is not None and (bias.dtype is not dtype or bias.shape != weight.shape[:1] or bias.device != x.device))
+        or (weight.device != device and not (weight.is_cpu and x.is_cuda))
+        or (bias is not None and (bias.dtype is not dtype or bias.shape != shape[:1] or bias.device != device))
     ):
         raise ValueError(_linear_fault(x, weight, bias))
 

@@ -120,6 +120,10 @@ class TestRefusals:
         ):
             call(torch.randn(3, 40), torch.randn(40, 70))
 
+    def test_x_without_dimensions(self, call):
+        with pytest.raises(ValueError, match=r"x \(\) and weight \(70, 40\)"):
+            call(torch.tensor(1.0), torch.randn(70, 40))
+
     def test_dtypes(self, call):
         with pytest.raises(ValueError, match=r"x is torch.bfloat16 and weight torch.float32: convert one of them"):
             call(torch.randn(3, 40).bfloat16(), torch.randn(70, 40))
