@@ -104,16 +104,22 @@ CONFIGS = {
 
 @pytest.mark.filterwarnings("ignore::offload.OffloadConfigWarning")
 @pytest.mark.parametrize("variation", ["qwen3-normalised", "qwen2-shared", "mixtral"])
-def test_tokens_are_the_same_wherever_the_experts_are(variation, tmp_path):
+def test_logits_and_tokens_are_the_same_wherever_the_experts_are(variation, tmp_path):
     name, options = VARIATIONS[variation]
-    reference_model(name, tmp_path, **options)
-    tokens = {}
+    theirs, _ = reference_model(name, tmp_path, **options)
+    sequences = [PROMPTS[0], PROMPTS[0][::-1]]
+    with torch.inference_mode():
+        expected = theirs(torch.tensor(sequences)).logits
+    tokens, logits = {}, {}
     for config in (None, *CONFIGS.values()):
         with offload.load(str(tmp_path), config, "cpu") as engine:
             for _ in range(2):
                 answers = engine.generate(PROMPTS, 6, stop_at_eos=False)
                 tokens.setdefault(json.dumps(config), []).append([answer.token_ids for answer in answers])
-    assert all(passes == tokens["null"] for passes in tokens.values())
+            logits[json.dumps(config)] = our_logits(engine.parts.model, sequences, split=6, step="ragged")
+    assert all(passes == [tokens["null"][0]] * 2 for passes in tokens.values())
+    assert relative_error(logits["null"], expected) < 1e-4
+    assert all(torch.equal(each, logits["null"]) for each in logits.values())
 
 
 @pytest.mark.parametrize("favourites", [0, 1, 6])
