@@ -6,6 +6,7 @@ spills, 16-byte weight loads. They are stated for 2-byte elements; a wider eleme
 so that the bytes of a tile, and with them the requests on the bus and the shared memory, stay the same.
 """
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -170,7 +171,8 @@ def pick(kind: str, rows: int, element_bytes: int, arch: int) -> Tile:
         ValueError: No tile of this kernel covers so many rows.
     """
     choices = table(kind, element_bytes, arch)
-    limit = next((limit for limit in sorted(choices) if limit == 0 or rows <= limit), None)
+    limits = sorted(choices, key=lambda limit: limit or math.inf)
+    limit = next((limit for limit in limits if limit == 0 or rows <= limit), None)
     if limit is None:
         raise ValueError(f"{kind} takes at most {max(choices)} rows of x, got {rows}: use schedule 'wide' or 'staged'")
     return choices[limit]

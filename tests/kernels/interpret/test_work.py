@@ -92,3 +92,10 @@ class TestRowsOfX:
         rows = runtime.aligned_rows(x)
         assert torch.equal(rows, x) and rows.stride(1) == 1
         assert rows.stride(0) * 4 % 16 == rows.data_ptr() % 16 == 0
+
+
+@given(rows=st.integers(1, 5000), kind=st.sampled_from(["gate_up", "down"]), arch=archs)
+def test_few_tokens_take_the_tile_for_few(rows, kind, arch):
+    tile = tiles.pick(kind, rows, 2, arch)
+    smaller = [limit for limit in tiles.table(kind, 2, arch) if 0 < limit < tile.block_m]
+    assert all(rows > limit for limit in smaller)
