@@ -75,6 +75,8 @@ def _panel(axis: Axes, cells: Sequence[Sequence[float]], name: str, colours: str
         for x, value in enumerate(line):
             if not math.isnan(value):
                 dark = image.norm(value) < 0.5 if colours == "viridis" else image.norm(value) > 0.5
-                axis.text(
-                    x, y, f"{value:.3g}", ha="center", va="center", fontsize=7, color="white" if dark else "black"
-                )
+                axis.text(x, y, _text(value), ha="center", va="center", fontsize=7, color="white" if dark else "black")
+
+
+def _text(value: float) -> str:
+    return f"{value:.0f}" if value >= 1000 else f"{value:.3g}"

@@ -39,6 +39,10 @@ class CapturedOperator:
     stream: VirtualStream
     rerun: tuple[Any, ...] | None
 
+    def bring(self, layer: int) -> None:
+        """This copy brings a layer's weights, whichever layer ran when it was issued."""
+        self.operation = self.operation._replace(layer=layer)
+
 
 @dataclass
 class CapturedRecord:

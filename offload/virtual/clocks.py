@@ -87,6 +87,10 @@ class Entry:
         self.reason = reason
         self.reached_ps = self.start_ps = self.flow_ps = self.finish_ps = -1
 
+    def bring(self, layer: int) -> None:
+        """This copy brings a layer's weights, whichever layer ran when it was issued."""
+        self.layer = layer
+
     def __repr__(self) -> str:
         where = "" if self.layer is None else f" of layer {self.layer}"
         return f"{self.name!r}{where} on {self.stream!r}"

@@ -19,7 +19,7 @@ from torch import Tensor
 from offload.device import Device, FreeMemory, Residency
 from offload.errors import ModelLoadError
 from offload.virtual.capture import Capture, CapturedOperator, CapturedStamp, CaptureError, VirtualGraph
-from offload.virtual.clocks import VirtualEvent, VirtualStream
+from offload.virtual.clocks import Entry, VirtualEvent, VirtualStream
 from offload.virtual.issue import Issuer, Operation
 from offload.virtual.memory import MemoryAccount
 from offload.virtual.meta import MetaNumerics
@@ -60,6 +60,7 @@ class VirtualDevice(Device):
         self.current_capture: Capture | None = None
         self._marks: list[tuple[str, int, int]] = []
         self._layer: int | None = None
+        self._last_copy: Entry | CapturedOperator | None = None
         self._thread = threading.local()
 
     # -- memory -----------------------------------------------------------------------------------------------------
@@ -162,7 +163,7 @@ class VirtualDevice(Device):
         operation = Operation(
             "copy", "copy", self._layer, self.profile.copy_ps, demands, reads, [self._range(destination)]
         )
-        self._issue(operation, stream or self.issuer.compute, rerun)
+        self._last_copy = self._issue(operation, stream or self.issuer.compute, rerun)
 
     def synchronise(self) -> None:
         self._refuse_in_capture("synchronise")
@@ -226,6 +227,8 @@ class VirtualDevice(Device):
     def stamp(self, buffer: Tensor, layer: int) -> None:
         where = self._range(buffer)
         self.account.rename(where[0], "slots")
+        if self._last_copy is not None:
+            self._last_copy.bring(layer)
         if self.current_capture is not None:
             self.current_capture.nodes.append(CapturedStamp(where, layer, check=False))
         self.stamps.put(where, layer)
@@ -247,11 +250,14 @@ class VirtualDevice(Device):
         operation = Operation("kernel", name, self._layer, self.profile.kernel_ps, demands, reads, writes)
         self._issue(operation, self.issuer.compute, rerun)
 
-    def _issue(self, operation: Operation, stream: VirtualStream, rerun: tuple[Any, ...] | None) -> None:
-        if self.current_capture is not None:
-            self.current_capture.operator(CapturedOperator(operation, stream, rerun))
-        else:
-            self.issuer.enqueue(operation, stream)
+    def _issue(
+        self, operation: Operation, stream: VirtualStream, rerun: tuple[Any, ...] | None
+    ) -> Entry | CapturedOperator:
+        if self.current_capture is None:
+            return self.issuer.enqueue(operation, stream)
+        node = CapturedOperator(operation, stream, rerun)
+        self.current_capture.operator(node)
+        return node
 
     def _range(self, tensor: Tensor, purpose: str = "operators") -> Range:
         return self.account.storage_of(tensor, purpose), *byte_range(tensor)

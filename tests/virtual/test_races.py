@@ -153,3 +153,11 @@ def test_stamps_see_a_wrong_layer_that_is_no_race(rig):
         rig.device.check_stamp(rig.slots[0], 5)
     with pytest.raises(StampError, match="nothing was copied"):
         rig.device.check_stamp(rig.slots[1], 5)
+
+
+def test_a_copy_belongs_to_the_layer_that_it_brings(rig):
+    rig.device.enter_layer(3)
+    rig.device.copy(rig.slots[0], rig.host, rig.side)
+    rig.device.stamp(rig.slots[0], 7)
+    with pytest.raises(RaceError, match="'copy' of layer 7 on stream 'copy' may still be writing"):
+        rig.read(layer=7)
