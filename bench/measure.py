@@ -1,6 +1,6 @@
 """Times of a loaded model, as llama-bench takes them: prompt processing (pp) and decode steps (tg).
 
-A warm-up pass is not counted. On a real device a sample is the wall time of one repetition, with the device idle before
+A first prompt is not counted, nor are the first two steps of every batch. On a real device a sample is the wall time of one repetition, with the device idle before
 and after; on a simulated device it is the simulated time of one step, which the device reports itself. The tokens that
 come out are kept, so that what was timed is also what was checked.
 """
@@ -18,6 +18,8 @@ from offload.engine import Engine
 
 DECODE_PROMPT = 16
 """Tokens before the first decode step: enough for the answer to depend on something, few enough to cost nothing."""
+WARM_STEPS = 2
+"""Steps before those that are timed: with graphs the first runs eagerly, and the second is captured."""
 
 
 @dataclass(frozen=True)
@@ -67,18 +69,17 @@ def time_prompt(engine: Engine, batch: int, length: int, repetitions: int) -> Ti
 def time_decode(engine: Engine, batch: int, steps: int, repetitions: int) -> Timing:
     """Time `steps` decode steps of `batch` sequences after a short prompt, choosing the likeliest tokens.
 
-    The answers are kept whole: one token of the prompt's pass and one of each step.
+    The answers are kept whole: one token of the prompt's pass and one of each step, timed or not.
     """
     parts = engine.parts
-    length = min(DECODE_PROMPT, engine.context - steps)
+    length = min(DECODE_PROMPT, engine.context - WARM_STEPS - steps)
     if length < 1:
         raise ValueError(f"{steps} decode steps do not fit into a context of {engine.context}: use a smaller -n")
     texts = prompts(batch, length, parts.vocabulary)
-    engine.decode_step(engine.start(texts, length + steps))
     samples, tokens, reports = [], [], []
     for _ in range(repetitions):
-        decoding = engine.start(texts, length + steps)
-        answers = [decoding.last]
+        decoding = engine.start(texts, length + WARM_STEPS + steps)
+        answers = [decoding.last, *(engine.decode_step(decoding) for _ in range(WARM_STEPS))]
         parts.device.synchronise()
         begin = time.perf_counter()
         for _ in range(steps):

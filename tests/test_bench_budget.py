@@ -57,8 +57,8 @@ def test_default_budgets_go_from_nothing_to_everything_with_the_same_tokens(conf
     assert offloaded[0] == 0 and offloaded == sorted(offloaded) and len(set(offloaded)) == 6
     layers_bytes = 6 * 2 * (64 * 128 + 64 * 64 + 64 * 320 + 160 * 64 + 2 * 64)
     assert offloaded[-1] == layers_bytes
-    # Two repetitions: the token after the prompt, and that of each step.
-    assert [row["tokens"] for row in rows] == ["reference", "reference", *["2 equal", "8 equal"] * 5]
+    # Two repetitions: the token after the prompt, and that of each step, of which two come before the clock starts.
+    assert [row["tokens"] for row in rows] == ["reference", "reference", *["2 equal", "12 equal"] * 5]
     for row in rows:
         assert row["step_s"] > 0 and len(row["samples_s"]) == 2 and not row["simulated"]
         assert row["bound_s"] is None and row["load_format"] == "dummy" and row["model"] == "tiny"

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from bench.measure import DECODE_PROMPT, Timing, prompts, time_decode, time_prompt
+from bench.measure import DECODE_PROMPT, WARM_STEPS, Timing, prompts, time_decode, time_prompt
 
 
 class FakeDevice:
@@ -61,15 +61,16 @@ def test_a_prompt_is_timed_after_one_that_is_not():
 def test_decode_steps_are_timed_without_their_prompt_and_their_tokens_kept():
     engine = FakeEngine()
     timing = time_decode(engine, batch=2, steps=4, repetitions=3)
-    assert engine.starts == [([DECODE_PROMPT] * 2, DECODE_PROMPT + 4)] * 4 and engine.steps == 1 + 3 * 4
-    assert timing.tokens == (((0, 1, 2, 3, 4), (0, 1, 2, 3, 4)),) * 3
+    room = DECODE_PROMPT + WARM_STEPS + 4
+    assert engine.starts == [([DECODE_PROMPT] * 2, room)] * 3 and engine.steps == 3 * (WARM_STEPS + 4)
+    assert timing.tokens == (((0, 1, 2, 3, 4, 5, 6),) * 2,) * 3
     assert engine.parts.device.synchronised == 6
 
 
 def test_a_simulated_row_is_one_step_that_ran_not_an_average():
     timing = time_decode(FakeEngine(simulated=True), batch=1, steps=4, repetitions=1)
-    assert timing.samples_s == (0.1, 0.2, 0.3, 0.4)
-    assert timing.step_s == timing.report.step_s == 0.2
+    assert timing.samples_s == (0.3, 0.4, 0.5, 0.6)
+    assert timing.step_s == timing.report.step_s == 0.4
     assert time_prompt(FakeEngine(simulated=True), 1, 6, 2).samples_s == (3.0, 4.0)
 
 
