@@ -37,7 +37,7 @@ $(MODEL)/config.json: | $(INSTALLED)
 	$(BIN)/python -m bench prepare smollm2
 
 demo: $(INSTALLED) $(MODEL)/config.json
-	$(BIN)/python -m bench budget --model $(MODEL)
+	$(BIN)/python -m bench budget --model $(MODEL) -p 128 -n 32 --plot examples/throughput-against-budget.png
 	$(BIN)/python -m offload generate --model $(MODEL) --chat --max-new-tokens 48 \
 		--offload-config '{"uva": {"cpu_offload_gb": 0.1}}' --prompt 'Why does the moon have phases?'
 
