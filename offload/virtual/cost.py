@@ -22,7 +22,9 @@ BLOCK_ROWS = 128
 """Rows of x that one block of an ordinary tiled GEMM covers; cuBLAS and CUTLASS prefer 128 for 16-bit products."""
 
 Rule = Callable[[Sequence[Any], dict[str, Any], list[Tensor]], Work]
-_WITHOUT_WORK = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided"}
+WITHOUT_WORK = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided"}
+"""Operators that make memory and put nothing into it."""
+
 _SCATTERS = {"index_put_", "_index_put_impl_", "index_copy_", "scatter_"}
 
 
@@ -38,7 +40,7 @@ def work_of(
         out: the result.
     """
     changed = mutated(known, args, kwargs)
-    if (not made and not changed) or known.name in _WITHOUT_WORK:
+    if (not made and not changed) or known.name in WITHOUT_WORK:
         return None
     if rule := RULES.get(known.name):
         return rule(args, kwargs, made)

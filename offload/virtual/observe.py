@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from offload.virtual.cost import work_of
-from offload.virtual.operators import flatten, mutated, operator
+from offload.virtual.cost import WITHOUT_WORK, work_of
+from offload.virtual.operators import byte_range, flatten, mutated, operator
 
 if TYPE_CHECKING:
     from offload.virtual.device import VirtualDevice
@@ -45,7 +45,9 @@ class Observer(TorchDispatchMode):
         given = {tensor.untyped_storage()._cdata for tensor in (*flatten(args), *flatten(list(kwargs.values())))}
         made = [tensor for tensor in flatten(out) if tensor.untyped_storage()._cdata not in given]
         for tensor in made:
-            device.account.storage_of(tensor, "activations")
+            storage = device.account.storage_of(tensor, "activations")
+            if known.name in WITHOUT_WORK:
+                device.races.blank((storage, *byte_range(tensor)))
         work = work_of(known, func, args, kwargs, made, out)
         if work is not None:
             rerun = (func, args, kwargs, made) if capture is not None else None

@@ -1,4 +1,5 @@
-"""Races: two operators touch the same bytes, one of them writes, and nothing orders them.
+"""Races: two operators touch the same bytes, one of them writes, and nothing orders them. Or bytes are read that nobody
+wrote.
 
 For every storage the detector keeps byte ranges with the last write and, per stream, the last read since. An access is
 checked against them when it is issued, by vector clocks, so the verdict does not depend on simulated times.
@@ -16,19 +17,20 @@ Range = tuple[int, int, int]
 
 
 class RaceError(RuntimeError):
-    """Two operators touch the same bytes and nothing orders them."""
+    """Two operators touch the same bytes and nothing orders them, or bytes are read that were never written."""
 
 
 class _Segment:
-    """Bytes `start..end` of one storage that were last touched alike."""
+    """Bytes `start..end` of one storage that were last touched alike; `blank` if they are known to be unwritten."""
 
-    __slots__ = ("start", "end", "write", "reads")
+    __slots__ = ("start", "end", "write", "reads", "blank")
 
-    def __init__(self, start: int, end: int, write: Entry | None, reads: dict[int, Entry]) -> None:
+    def __init__(self, start: int, end: int, write: Entry | None, reads: dict[int, Entry], blank: bool = False) -> None:
         self.start = start
         self.end = end
         self.write = write
         self.reads = reads
+        self.blank = blank
 
 
 class RaceDetector:
@@ -46,13 +48,22 @@ class RaceDetector:
         """The storage died; its number may be used again."""
         self._segments.pop(storage, None)
 
+    def blank(self, where: Range) -> None:
+        """Note that these bytes are new and hold nothing."""
+        storage, start, end = where
+        if start < end:
+            self._segments[storage] = [_Segment(start, end, None, {}, blank=True)]
+
     def read(self, entry: Entry, clock: Clock, where: Range) -> None:
         """Check and note that `entry`, before which `clock` is ordered, reads these bytes.
 
         Raises:
-            RaceError: they may still be being written.
+            RaceError: they may still be being written, or never were.
         """
         for segment in self._touch(where):
+            if segment.blank:
+                place = self._describe((where[0], segment.start, segment.end))
+                raise RaceError(f"{entry} reads {place}, which nothing has written")
             write = segment.write
             if write is not None and clock.get(write.stream.index, 0) < write.epoch:
                 raise self._race(entry, "reads", segment, where[0], write, "may still be writing")
@@ -76,6 +87,7 @@ class RaceDetector:
         if len(touched) == 1:
             touched[0].write = entry
             touched[0].reads = {}
+            touched[0].blank = False
         elif touched:
             segments = self._segments[storage]
             first = bisect_left(segments, start, key=_start)
@@ -113,7 +125,7 @@ class RaceDetector:
         index = bisect_right(segments, at, key=_start) - 1
         if index >= 0 and segments[index].start < at < segments[index].end:
             old = segments[index]
-            segments.insert(index + 1, _Segment(at, old.end, old.write, dict(old.reads)))
+            segments.insert(index + 1, _Segment(at, old.end, old.write, dict(old.reads), old.blank))
             old.end = at
 
     def _race(self, entry: Entry, verb: str, segment: _Segment, storage: int, other: Entry, state: str) -> RaceError:

@@ -28,6 +28,16 @@ TINY = {
     "hidden_act": "silu",
     "tie_word_embeddings": True,
 }
+EXPERTS = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "moe_intermediate_size": 16,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}
 PROMPTS = [[5, 3, 96, 1], [11, 12]]
 
 
@@ -37,7 +47,7 @@ def config_of(tmp_path_factory):
     folder = tmp_path_factory.mktemp("configs")
 
     def write(**changes):
-        path = folder / f"{'-'.join(f'{name}={value}' for name, value in sorted(changes.items()))}.json"
+        path = folder / f"{len(list(folder.iterdir()))}.json"
         path.write_text(json.dumps({**TINY, **changes}))
         return str(path)
 
@@ -121,6 +131,25 @@ def test_meta_takes_the_same_simulated_time(config_of, config, graph):
     assert [row[0] for row in real] == ["pp", "tg", "tg", "tg", "tg"]
     assert times(without_memory, "meta") == real
     assert times(VirtualDevice("h200-pcie5", "meta"), "meta") == real
+
+
+@pytest.mark.parametrize("config", [CONFIGS["uva-all"], prefetch(1, 1, 2)], ids=["uva", "prefetch"])
+def test_a_mixture_of_experts(config_of, config):
+    path = config_of(num_hidden_layers=3, **EXPERTS)
+    with load(path, None, "cpu", load_format="dummy") as engine:
+        expected = tokens(engine)
+    with load(path, config, "virtual:h200-pcie5", load_format="dummy") as engine:
+        assert tokens(engine) == expected
+
+    def times(remember):
+        device = VirtualDevice("h200-pcie5", "meta")
+        device.numerics.remember = remember
+        with load(path, config, device, load_format="meta") as engine:
+            device.mark_step("load")
+            tokens(engine)
+        return [(r.name, r.step_s, r.idle_s, r.bus_bytes) for r in device.step_reports()]
+
+    assert times(True) == times(False)
 
 
 def test_a_captured_step_is_issued_sooner(config_of):

@@ -161,3 +161,14 @@ def test_a_copy_belongs_to_the_layer_that_it_brings(rig):
     rig.device.stamp(rig.slots[0], 7)
     with pytest.raises(RaceError, match="'copy' of layer 7 on stream 'copy' may still be writing"):
         rig.read(layer=7)
+
+
+def test_memory_that_nothing_has_written(rig):
+    with rig.device.active():
+        fresh = torch.empty(8)
+        fresh[:4].fill_(1)
+        fresh[:4] + 1
+        with pytest.raises(RaceError, match="'add' .* reads bytes 16..32 of activations, which nothing has written"):
+            fresh + 1
+        fresh[4:].copy_(fresh[:4])
+        fresh + 1
