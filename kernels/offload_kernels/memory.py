@@ -50,7 +50,8 @@ class Cuda:
 
     def lock(self, address: int, size_bytes: int) -> None:
         """Lock pages in memory and map them for every device."""
-        _demand(int(self._runtime.cudaHostRegister(address, size_bytes, _PORTABLE)), f"locking {size_bytes} bytes")
+        status = int(self._runtime.cudaHostRegister(address, size_bytes, _PORTABLE))
+        _demand(status, f"locking {size_bytes} bytes (is the limit of `ulimit -l` lower?)")
 
     def unlock(self, address: int) -> None:
         """Undo `lock`."""
@@ -58,12 +59,22 @@ class Cuda:
 
     def memory_type(self, address: int) -> int | None:
         """The driver's memory type of an address: 1 host, 2 device, None if CUDA does not know the address."""
+        self._bind_context()
         kind = ctypes.c_uint()
         status = self._driver.cuPointerGetAttribute(ctypes.byref(kind), _MEMORY_TYPE, ctypes.c_uint64(address))
         if status == _INVALID_VALUE:
             return None
-        _demand(status, "cuPointerGetAttribute")
+        _demand(status, f"asking for the memory type of {address:#x}")
         return kind.value
+
+    def _bind_context(self) -> None:
+        """Give this thread the context that torch uses: the driver, unlike the runtime, does not do so by itself."""
+        context = ctypes.c_void_p()
+        _demand(self._driver.cuCtxGetCurrent(ctypes.byref(context)), "asking for the current context")
+        if not context:
+            device = ctypes.c_int(torch.cuda.current_device())
+            _demand(self._driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device), f"opening {device.value}")
+            _demand(self._driver.cuCtxSetCurrent(context), "setting the context")
 
     def from_array_interface(self, holder: Any, device: torch.device) -> torch.Tensor:
         """A tensor on ``device`` over the pointer of ``holder``, which it keeps alive."""
@@ -134,8 +145,7 @@ def page_lock(tensor: torch.Tensor) -> PageLock:
     """Lock the pages under a host tensor, so that kernels and the copy engine may read them.
 
     Args:
-        tensor: CPU tensor, any shape, strides and dtype; its pages are locked in place, nothing is copied or rounded
-            up.
+        tensor: CPU tensor, any shape, strides and dtype; it is locked in place, nothing is copied or rounded up.
 
     Returns:
         A handle with ``size_bytes`` and ``close()``.
@@ -237,4 +247,4 @@ def _pitch_bytes(matrix: torch.Tensor) -> int:
 def _demand(status: int, what: str) -> None:
     """Turn a CUDA status other than success into an error."""
     if status:
-        raise RuntimeError(f"CUDA error {status} while {what}; if memory is to be locked, see the limit of `ulimit -l`")
+        raise RuntimeError(f"CUDA error {status} while {what}")

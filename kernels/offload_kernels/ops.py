@@ -1,6 +1,6 @@
 """The torch operators: what a dispatch mode, ``torch.compile`` and ``torch.export`` see of `linear`.
 
-``Library.define`` and ``impl`` rather than ``custom_op``: 31 us a call on the CPU instead of 111 (``F.linear``: 16).
+``Library.define`` and ``impl`` rather than ``custom_op``, which takes about twice as long for each call.
 """
 
 import math

@@ -27,10 +27,9 @@ def accumulate(
     acc, w_rows, x_rows, mask_n, mask_m, first, last, K,
     BLOCK_K: tl.constexpr, STAGES: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """Add W[n, k] x[m, k] over the steps ``first`` to ``last`` of BLOCK_K columns; ``last`` may lie in the ragged
-    tail of K.
+    """Add W[n, k] x[m, k] over the steps ``first`` to ``last`` of BLOCK_K columns, the last of which may be ragged.
 
-    The tail is peeled so that the loop has no mask on K: it keeps 16-byte asynchronous copies for any K.
+    That one is peeled so that the loop has no mask on K: it keeps 16-byte asynchronous copies for any K.
     """
     offs_k = tl.arange(0, BLOCK_K)
     for step in tl.range(first, tl.minimum(last, K // BLOCK_K), num_stages=STAGES):
@@ -154,11 +153,9 @@ def specialise_sum(dtype: torch.dtype, *, bias: bool = False) -> Specialisation:
     """What the compiler is told about `sum_kernel`, which writes ``dtype``."""
     name = runtime.DTYPES[dtype]
     signature = {"partial_ptr": "*fp32", "bias_ptr": f"*{name}" if bias else "constexpr", "out_ptr": f"*{name}"}
-    signature |= dict.fromkeys(("M", "N", "splits", "out_stride"), "i32") | {
-        "HAS_BIAS": "constexpr",
-        "BLOCK": "constexpr",
-    }
-    consts: dict[str, Any] = {"HAS_BIAS": bias, "BLOCK": SUM_BLOCK} | ({} if bias else {"bias_ptr": None})
+    consts: dict[str, Any] = {"HAS_BIAS": bias, "BLOCK": SUM_BLOCK}
+    signature |= dict.fromkeys(("M", "N", "splits", "out_stride"), "i32") | dict.fromkeys(consts, "constexpr")
+    consts |= {} if bias else {"bias_ptr": None}
     pointers = ("partial_ptr", *(("bias_ptr",) if bias else ()), "out_ptr")
     return Specialisation("sum_kernel", signature, consts, pointers, 4, 1)
 

@@ -1,5 +1,4 @@
-"""Product from a copy: the copy engine brings chunks of W into two device buffers while torch multiplies the chunk
-before.
+"""Product from a copy: the copy engine brings a chunk of W to the device while torch multiplies the one before.
 
 The honest baseline of the kernels, and the better choice for very many rows of x or where the copy engine is well
 faster than kernel loads. Device scratch is two chunks; every byte crosses the bus once.

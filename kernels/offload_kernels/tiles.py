@@ -68,8 +68,7 @@ class GroupedTile(Tile):
 
 @dataclass(frozen=True)
 class Specialisation:
-    """What the compiler is told about one kernel: enough for a launch, for an ahead-of-time build and for a test of
-    the code.
+    """What the compiler is told about one kernel: enough to build it ahead of time and to test its machine code.
 
     Args:
         kernel: Name of the kernel in its module.

@@ -1,13 +1,12 @@
-"""Product with many rows of x: one program copies its rows of W to device memory once, then multiplies them with all
-of x.
+"""Product with many rows of x: a program copies its rows of W to device memory, then multiplies them with all of x.
 
 An ordinary tiled product would read W once per tile of rows of x. Here the bus carries each row of W once, into the
 program's own slot of a ring in device memory, whose second reads are cheap (2-3 % of the bus time on PCIe). No
 partial sums are needed.
 
-Copying and multiplying alternate in one program, so programs must not do so in step: the bus would idle while all
-    multiply. The
-tiles of program p are therefore shifted by a fraction p / programs of a tile, which spreads the phases evenly.
+Copying and multiplying alternate in one program, and programs must not do so in step, or the bus would idle while all
+of them multiply. The tiles of program p are therefore shifted by the fraction p / programs of a tile, which spreads
+the phases evenly. Nothing hides the product with the last tile, so the share of the link falls as M approaches N.
 """
 
 import math

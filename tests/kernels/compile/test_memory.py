@@ -1,7 +1,9 @@
 """Host memory as a device sees it, with CUDA replaced by a fake that keeps the same books."""
 
+import ctypes
 import gc
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -152,3 +154,113 @@ def test_cpu_tensors_are_host_resident_without_cuda():
 def test_without_cuda(call):
     with pytest.raises(RuntimeError, match="no CUDA device here: page-locked weights and device views need one"):
         call(torch.zeros(6))
+
+
+class Driver:
+    """The driver's library, as far as `memory.Cuda` calls it: what was asked, and the answers."""
+
+    def __init__(self, memory_types):
+        self.memory_types, self.context, self.copies = memory_types, None, []
+
+    def cuCtxGetCurrent(self, context):
+        context._obj.value = self.context
+        return 0
+
+    def cuDevicePrimaryCtxRetain(self, context, device):
+        context._obj.value = 7
+        return 0
+
+    def cuCtxSetCurrent(self, context):
+        self.context = context.value
+        return 0
+
+    def cuPointerGetAttribute(self, kind, attribute, address):
+        assert (self.context, attribute) == (7, 2), "no context is current, or another attribute was asked for"
+        kind._obj.value = self.memory_types.get(address.value, 0)
+        return 0 if address.value in self.memory_types else 1
+
+    def cuMemcpyAsync(self, to, start, size, stream):
+        self.copies.append((to.value, start.value, size.value, stream.value))
+        return 0
+
+    def cuMemcpy2DAsync_v2(self, what, stream):
+        w = what._obj
+        assert (w.src_type, w.dst_type, w.src_x_bytes, w.dst_y) == (4, 4, 0, 0)
+        self.copies.append(
+            (w.dst_device, w.dst_pitch_bytes, w.src_device, w.src_pitch_bytes, w.width_bytes, w.height, stream.value)
+        )
+        return 0
+
+
+class Runtime:
+    """`torch.cuda.cudart()`, with the statuses that it shall return."""
+
+    def __init__(self, status=0):
+        self.status, self.locked = status, []
+
+    def cudaHostRegister(self, address, size_bytes, flags):
+        self.locked.append((address, size_bytes, flags))
+        return self.status
+
+    def cudaHostUnregister(self, address):
+        self.locked = [entry for entry in self.locked if entry[0] != address]
+        return self.status
+
+
+@pytest.fixture
+def real(monkeypatch):
+    """A `memory.Cuda` over fakes of the two libraries."""
+
+    def make(memory_types=(), status=0):
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+        api = memory.Cuda.__new__(memory.Cuda)
+        api._driver, api._runtime = Driver(dict(memory_types)), Runtime(status)
+        return api
+
+    return make
+
+
+def test_driver_is_asked_in_a_context(real):
+    api = real({100: 1, 200: 2})
+    assert [api.memory_type(address) for address in (100, 200, 300)] == [1, 2, None]
+
+
+def test_runtime_locks_for_every_context(real):
+    api = real()
+    api.lock(100, 8)
+    assert api._runtime.locked == [(100, 8, 1)]
+    api.unlock(100)
+    assert api._runtime.locked == []
+
+
+def test_refused_lock_names_the_limit(real):
+    with pytest.raises(RuntimeError, match="CUDA error 2 while locking 8 bytes .is the limit of `ulimit -l` lower"):
+        real(status=2).lock(100, 8)
+
+
+@pytest.mark.parametrize(
+    "target, source, expected",
+    [
+        (torch.empty(3, 8), torch.empty(5, 8)[1:4], lambda t, s: (t, s, 96, 5)),
+        (torch.empty(3, 8), torch.empty(5, 12)[1:4, :8], lambda t, s: (t, 32, s, 48, 32, 3, 5)),
+        (torch.empty(1, 8), torch.empty(5, 12)[1:2, :8], lambda t, s: (t, s, 32, 5)),
+    ],
+    ids=["whole", "strided", "one-row"],
+)
+def test_rows_are_copied_with_their_pitch(real, target, source, expected):
+    api = real()
+    api.copy_rows(target, source, SimpleNamespace(cuda_stream=5))
+    assert api._driver.copies == [expected(target.data_ptr(), source.data_ptr())]
+
+
+@pytest.mark.parametrize("shape", [(0, 8), (3, 0)])
+def test_nothing_to_copy(real, shape):
+    api = real()
+    api.copy_rows(torch.empty(shape), torch.empty(shape), SimpleNamespace(cuda_stream=5))
+    assert api._driver.copies == []
+
+
+def test_layout_of_the_copy_is_the_driver_s():
+    """CUDA_MEMCPY2D on 64 bits: 16 fields, enums padded to 8 bytes."""
+    offsets = [getattr(memory._Copy2D, name).offset for name, _ in memory._Copy2D._fields_]
+    assert offsets == list(range(0, 128, 8)) and ctypes.sizeof(memory._Copy2D) == 128

@@ -15,6 +15,8 @@ def poisoned_memory():
 
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)
-    torch.manual_seed(int.from_bytes(os.urandom(4), "little"))
+    seed = int.from_bytes(os.urandom(4), "little")
+    torch.manual_seed(seed)
+    print(f"torch.manual_seed({seed})")  # shown with a failure
     yield
     torch.use_deterministic_algorithms(before)
