@@ -76,8 +76,8 @@ def measure(found: Sequence[Case], pool_bytes: int, repetitions: int) -> Iterato
     from bench.kernel_gpu import HostPool, calls, interleaved, time_on_device
     from offload_kernels import probe
 
-    rates = probe()
     device = torch.device("cuda", torch.cuda.current_device())
+    rates = probe(device, footprint_bytes=(pool_bytes,))  # kernel loads lose rate with the footprint
     with HostPool(pool_bytes) as pool, torch.inference_mode():
         for _, group in itertools.groupby(found, key=lambda case: (case.M, case.N, case.K)):
             together = list(group)

@@ -1,6 +1,7 @@
 """The kernel bench without its GPU: bytes, bounds, turns, verdicts, and what it says where nothing can be timed."""
 
 import json
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -146,3 +147,43 @@ def test_table_of_speeds():
     text = kernels.speeds(rows)
     assert "30.0 | 0.750 | 0.600 |" in text and text.splitlines()[-1].endswith("|     - |     - |")
     assert json.loads(json.dumps(rows[0].as_dict()))["way"] == "skinny"
+
+
+@pytest.fixture
+def fake_gpu(monkeypatch):
+    """A link of 40 and 50 GB/s, a clock that ticks by milliseconds, and no GPU behind them."""
+    probed = []
+
+    def probe(device, *, footprint_bytes):
+        probed.append(footprint_bytes)
+        return SimpleNamespace(sm_bytes_per_s=40e9, ce_bytes_per_s=50e9)
+
+    monkeypatch.setattr("offload_kernels.probe", probe)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(kernel_gpu, "HostPool", lambda size_bytes: nullcontext())
+    monkeypatch.setattr(kernel_gpu, "calls", lambda case, pool, device: lambda number: None)
+    monkeypatch.setattr(kernel_gpu, "time_on_device", lambda todo: [1e-3 * (i + 1) for i in range(len(todo))])
+    monkeypatch.setattr(
+        kernels, "machine", lambda: {"cpu": "c", "cores": 1, "torch_threads": 1, "memory_bytes": 1, "gpus": []}
+    )
+    monkeypatch.setattr(kernels, "document", lambda name, argv, rows, **more: {"rows": rows, **more})
+    return probed
+
+
+def test_measuring_probes_the_link_at_the_footprint_of_the_pool(fake_gpu):
+    rows = list(kernels.measure(list(cases([1, 300], [(64, 32)], torch.bfloat16)), 1 << 30, 2))
+    assert fake_gpu == [(1 << 30,)]
+    assert [(row.case.M, row.case.way) for row in rows[:2]] == [(1, "skinny"), (1, "wide")] and len(rows) == 11
+    assert [row.samples_s for row in rows[5:7]] == [(6e-3, 6e-3), (1e-3, 1e-3)]
+    assert rows[0].sm_bytes_per_s == 40e9
+
+
+def test_report_with_a_gpu(fake_gpu, capsys, tmp_path):
+    arguments = ["--shapes", "4096x4096", "-m", "1", "-r", "3", "--save", str(tmp_path / "kernels.json")]
+    assert kernels.main(arguments) == 0
+    text = capsys.readouterr().out
+    assert "Link: kernel loads (sm) 40.0 GB/s, the copy engine (ce) 50.0 GB/s." in text and "| skinny * |" in text
+    assert "Short of target: wide at M=1" in text
+    saved = json.loads((tmp_path / "kernels.json").read_text())
+    assert saved["link"]["ce_bytes_per_s"] == 50e9 and len(saved["rows"]) == 6 and saved["short_of_target"]
