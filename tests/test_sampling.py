@@ -41,9 +41,8 @@ def test_a_low_temperature_is_nearly_greedy():
 
 
 def test_bf16_logits_are_drawn_in_float():
-    logits = torch.full((20_000, 300), 8.0, dtype=torch.bfloat16)
-    draws = Sampler(DEVICE, 1.0)(logits)
-    assert len(draws.unique()) == 300
+    logits = torch.randn(3000, 300).bfloat16()
+    assert torch.equal(Sampler(DEVICE, 0.7, seed=1)(logits), Sampler(DEVICE, 0.7, seed=1)(logits.float()))
 
 
 def test_a_device_without_numbers_needs_no_generator():
