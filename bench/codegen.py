@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import torch
 from tqdm import tqdm
@@ -211,11 +213,38 @@ def markdown(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
+def summary(rows: Sequence[Row]) -> str:
+    """Short table of `kernels/README.md`: bf16, architectures with the same tile in one line, the worst of each."""
+    groups: dict[tuple[object, ...], list[Row]] = {}
+    for row in rows:
+        if row.dtype == "bf16":
+            tile = (row.block_n, row.block_m, row.block_k, row.stages, row.warps)
+            groups.setdefault((row.kernel, row.rows, tile), []).append(row)
+    lines = [
+        "| kernel | rows of x | sm | tile N x M x K | stages | warps | registers | shared KiB | in flight KiB |",
+        "|---|---|---|---|--:|--:|--:|--:|--:|",
+    ]
+    for (kernel, limit, (n, m, k, stages, warps)), found in sorted(groups.items(), key=_order):
+        archs = ", ".join(row.arch.removeprefix("sm_") for row in found)
+        largest = [max(getattr(row, name) for row in found) for name in ("registers", "shared_bytes")]
+        flight = min(row.in_flight_bytes for row in found)
+        lines.append(
+            f"| {kernel} | {limit} | {archs} | {n} x {m} x {k} | {stages} | {warps} | {largest[0]} "
+            f"| {largest[1] / 1024:.0f} | {flight / 1024:.0f} |"
+        )
+    return "\n".join(lines)
+
+
+def _order(group: tuple[tuple[Any, ...], list[Row]]) -> tuple[int, float, str]:
+    (kernel, limit, _), found = group
+    return KERNELS.index(kernel), math.inf if limit == "any" else int(limit.removeprefix("<= ")), found[0].arch
+
+
 def main(argv: Sequence[str]) -> int:
     """Parse the arguments, compile, print, save, and say what is wrong."""
     words = parser("codegen", __doc__)
     words.add_argument("--arch", type=_archs, default=aot.ARCHES, help="such as sm_90 or 80,90 (default: all five)")
-    words.add_argument("-o", "--output", choices=("md", "json"), default="md", help="form of the table (default md)")
+    words.add_argument("-o", "--output", choices=("md", "summary", "json"), default="md", help="form (default md)")
     words.add_argument("--save", metavar="FILE", help="also write a result document, for example to bench/results/")
     arguments = words.parse_args(argv)
     todo = list(cases(arguments.arch))
@@ -223,7 +252,7 @@ def main(argv: Sequence[str]) -> int:
     if arguments.output == "json":
         print(json.dumps({"versions": versions(), "rows": [asdict(row) for row in rows]}, indent=1))
     else:
-        print(markdown(rows))
+        print(summary(rows) if arguments.output == "summary" else markdown(rows))
     if arguments.save:
         save(
             document("codegen", argv, [asdict(row) for row in rows], needed_in_flight_bytes=LINKS_BYTES), arguments.save

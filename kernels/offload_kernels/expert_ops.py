@@ -34,17 +34,18 @@ def experts_by_kernel(
     (T, H), (experts, double, _), top_k = x.shape, w13.shape, topk_ids.shape[1]
     if T == 0 or top_k == 0:
         return x.new_zeros((T, H))
-    x, topk_ids, topk_weights = x.contiguous(), topk_ids.contiguous(), topk_weights.contiguous()
+    topk_ids, topk_weights = topk_ids.contiguous(), topk_weights.contiguous()
     pairs, offsets = sorted_pairs(topk_ids, experts)
     size, arch = x.element_size(), runtime.arch_of(x.device)
     gate_up, down = pick("gate_up", T, size, arch), pick("down", T, size, arch)
     # An expert has at most T rows as long as a token's ids are distinct.
     groups = [grouped.Groups.of(offsets, T * top_k, ring=T > tile.block_m, pairs=pairs) for tile in (gate_up, down)]
-    hidden = x.new_empty((T * top_k, double // 2))
+    inner, line = double // 2, runtime.line_elements(size)
+    hidden = x.new_empty((T * top_k, -(-inner // line) * line))[:, :inner]
     grouped.run(x, w13, hidden, groups[0], gate_up, gather=top_k, gated=True)
     pair_out = x.new_empty((T * top_k, H))
     grouped.run(hidden, w2, pair_out, groups[1], down, scatter=True)
-    out = torch.empty_like(x)
+    out = x.new_empty((T, H))
     combine.run(pair_out, topk_ids, topk_weights, out, experts)
     return out
 
@@ -74,7 +75,6 @@ def _grouped_by_kernel(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Ten
     out = x.new_zeros((x.shape[0], weight.shape[1]))
     if out.numel() == 0:
         return out
-    x = x.contiguous()
     tile = pick("down", x.shape[0], x.element_size(), runtime.arch_of(x.device))
     groups = grouped.Groups.of(offsets.contiguous(), x.shape[0], ring=x.shape[0] > tile.block_m)
     grouped.run(x, weight, out, groups, tile)

@@ -217,7 +217,7 @@ def specialise(
     absent = {name: None for name in ("ring_ptr", "pairs_ptr") if name not in pointers}
     kinds = pointers | dict.fromkeys(_INTEGERS, "i32") | dict.fromkeys(consts | absent, "constexpr")
     signature = {name: kinds[name] for name in grouped_kernel.arg_names}
-    divisible = tuple(name for name in pointers if aligned or name not in ("w_ptr", "x_ptr"))
+    divisible = tuple(name for name in pointers if aligned or name != "w_ptr")
     return Specialisation("grouped_kernel", signature, consts | absent, divisible, tile.warps, tile.stages)
 
 
@@ -228,7 +228,7 @@ def run(
     """Write each row of x times the weight of its group to ``out``.
 
     Args:
-        x: (R, K), unit stride along K, on the GPU (on the CPU: in the interpreter).
+        x: (R, K) on the GPU (on the CPU: in the interpreter); copied if its rows are not 16-byte aligned.
         weight: (E, N, K), or (E, 2 N, K) if gated; unit stride along K; page-locked host memory, a view of it, or
             device memory.
         out: (P, N), unit stride along N, beside x; rows of no group are left as they are.
@@ -246,6 +246,7 @@ def run(
     target = runtime.kernel_out(out)
     if target is not out:
         target.copy_(out)
+    x = runtime.aligned_rows(x)
     units = units_of(x, weight)
     consts = constants(
         tile, gather=gather, scatter=scatter, gated=gated, ring=groups.ring, upcast=runtime.interpreting(), units=units

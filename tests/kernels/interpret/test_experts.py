@@ -75,6 +75,13 @@ def test_ids_and_weights_of_the_other_dtypes(schedule):
 
 
 @pytest.mark.parametrize("schedule", [None, "grouped"])
+def test_x_may_have_any_strides(schedule):
+    layer = random_layer(5, 4, 66, 32, 2, torch.float32)
+    layer = replace(layer, x=layer.x.t().contiguous().t(), topk_ids=layer.topk_ids.t().contiguous().t())
+    assert_accurate(fused_experts(*layer.arguments(), schedule=schedule), layer)
+
+
+@pytest.mark.parametrize("schedule", [None, "grouped"])
 def test_an_expert_twice_in_one_token_counts_twice(schedule):
     layer = random_layer(16, 4, 64, 32, 2, torch.float32)
     layer.topk_ids[:] = 3
