@@ -94,6 +94,7 @@ def assemble(
     source.check(model)
     with ExitStack() as owned:
         device = _opened(device, load_format == "meta", owned)
+        require_weights(device, load_format)
         require_own_memory(device, config)
         backend = make_backend(weights, planned, config, device)
         owned.callback(backend.close)
@@ -157,6 +158,16 @@ def require_context(max_context: int | None, context: int) -> None:
         return
     if isinstance(max_context, bool) or not isinstance(max_context, int) or not 1 <= max_context <= context:
         raise ValueError(f"max_context is {shortened(max_context)}: give a number of tokens from 1 to {context}")
+
+
+def require_weights(device: Device, load_format: LoadFormat) -> None:
+    """Refuse to compute with weights that were never read.
+
+    Raises:
+        ModelLoadError: there are none to read and the device has memory.
+    """
+    if load_format == "meta" and device.torch_device.type != "meta":
+        raise ModelLoadError(f'load_format "meta" reads no weights, and {device.name} would compute: use "dummy"')
 
 
 def require_own_memory(device: Device, config: OffloadConfig) -> None:

@@ -152,7 +152,8 @@ class DecodeRagged:
             seen = rows <= self._positions
             if window is not None:
                 seen &= rows > self._positions - window
-            self._masks[window] = _additive(seen, dtype).repeat_interleave(self._kv_heads, 0)[:, None, None]
+            by_head = _additive(seen, dtype)[:, None, None].expand(-1, self._kv_heads, -1, -1)
+            self._masks[window] = by_head.flatten(0, 1).unsqueeze(1)
         return self._masks[window]
 
 

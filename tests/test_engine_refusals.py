@@ -76,6 +76,13 @@ class TestOrder(NoWeightsRead):
         with pytest.raises(offload.ModelLoadError, match="model.safetensors .*download it again"):
             offload.load(broken, uva(1), CountingDevice(free_bytes=10))
 
+    def test_then_whether_the_files_are_the_models(self, broken, folder):
+        self.repaired(broken, folder, "config.json", "model.safetensors")
+        config = json.loads((folder / "config.json").read_text())
+        (broken / "config.json").write_text(json.dumps({**config, "intermediate_size": 24}))
+        with pytest.raises(offload.ModelLoadError, match='tensor ".*down_proj.weight" has shape .*config.json needs'):
+            offload.load(broken, uva(1), CountingDevice(free_bytes=10))
+
     def test_then_the_device_and_its_memory(self, broken, folder):
         self.repaired(broken, folder, "config.json", "model.safetensors")
         with pytest.raises(offload.ModelLoadError, match='no device "cpu:3" here: choose one of cpu'):
@@ -170,6 +177,13 @@ def test_an_integrated_gpu_is_refused(folder):
 def test_a_context_that_the_model_was_not_made_for(max_context, folder):
     with pytest.raises(ValueError, match="max_context is .*: give a number of tokens from 1 to 100000"):
         offload.load(folder, None, "cpu", max_context=max_context)
+
+
+def test_a_device_with_memory_needs_weights(folder):
+    with pytest.raises(offload.ModelLoadError, match='load_format "meta" reads no weights, and cpu would compute'):
+        offload.load(folder, None, CpuDevice(), load_format="meta")
+    with pytest.raises(offload.ModelLoadError, match="cpu cannot run without weights .*: use virtual:NAME"):
+        offload.load(folder, None, "cpu", load_format="meta")
 
 
 def test_an_unknown_load_format(folder):

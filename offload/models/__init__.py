@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from offload.backend import specs_of, weights_of
 from offload.errors import ModelLoadError
 from offload.models.base import Architecture, CacheShape, Checkpoint, Slice
 from offload.models.dense import LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM
@@ -105,7 +106,5 @@ def parameter_specs(config: Mapping[str, Any], dtype: torch.dtype | str | None =
     Raises:
         ModelLoadError: the model cannot be built; see `build`.
     """
-    from offload.backend import specs_of, weights_of
-
     model = build(config, dtype)
     return specs_of(weights_of(model, model.layers))
