@@ -40,9 +40,9 @@ def test_tensors_are_dealt_to_shards_of_about_equal_size():
 
 
 def test_ratios_are_of_medians_and_of_single_rounds():
-    plain = {"load_s": 2.0, "samples_s": [2.0, 1.0, 4.0]}
-    ours = {"load_s": 1.0, "samples_s": [1.0, 2.0, 1.0]}
-    assert load.ratios([plain, ours]) == {"ratio": 0.5, "ratio_min": 0.25, "ratio_max": 2.0}
+    plain = {"load_s": 2.0, "cpu_s": 4.0, "samples_s": [2.0, 1.0, 4.0]}
+    ours = {"load_s": 1.0, "cpu_s": 1.0, "samples_s": [1.0, 2.0, 1.0]}
+    assert load.ratios([plain, ours]) == {"ratio": 0.5, "ratio_min": 0.25, "ratio_max": 2.0, "cpu_ratio": 0.25}
 
 
 def test_the_document_has_what_makes_it_repeatable(tmp_path, monkeypatch, capsys):
