@@ -210,3 +210,21 @@ def test_time_in_a_graph_is_that_of_the_streams_it_was_captured_from(device):
     assert (copy.flow_ps, copy.finish_ps) == (start + 3, start + 3 + 50)
     assert (kernel.flow_ps, kernel.finish_ps) == (start + 5, start + 7)
     assert device.issuer.host_ps == copy.finish_ps
+
+
+def test_waiting_for_the_side_stream_at_the_end_is_a_join(device):
+    host, slot, side = device.allocate_host(100), device.allocate_device(100), device.new_stream()
+
+    def body():
+        fork(device, side)
+        device.copy(slot, host, side)
+        joined(device, side)
+
+    graph = device.capture(body)
+    device.mark_step("capture")
+    for _ in range(2):
+        graph.replay()
+        device.synchronise()
+        device.mark_step("tg")
+    assert [entry.reason for entry in device.issuer.simulator.log[0]] == ["join", "join"]
+    assert device.step_report().stall_s == 0
