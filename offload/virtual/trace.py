@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from offload.virtual.clocks import Entry, VirtualStream
+from offload.virtual.profiles import PICOSECONDS_PER_S
 from offload.virtual.simulate import Segment, Simulator
 from offload.virtual.steps import StepReport
 
@@ -39,6 +40,7 @@ def chrome_trace(
         tracks.append((f"{stream.name}: operators", map(_operator, worked)))
         tracks.append((f"{stream.name}: waits", map(_wait, (entry for entry in entries if entry.kind == "wait"))))
     tracks.append(("compute: stalls", (_interval(i) for report in reports for i in report.stalls)))
+    tracks.append(("bus", _bus(simulator.segments)))
     tracks.append(("idle", (_interval(i) for report in reports for i in report.idle)))
     events: list[dict[str, Any]] = [
         {"ph": "M", "pid": 1, "name": "process_name", "args": {"name": f"{title} (simulated)"}}
@@ -85,6 +87,21 @@ def _layers(entries: Iterable[Entry]) -> Iterator[dict[str, Any]]:
         end_ps = entry.finish_ps
     if layer is not None:
         yield _slice(f"layer {layer}", start_ps, end_ps)
+
+
+def _bus(segments: Iterable[Segment]) -> Iterator[dict[str, Any]]:
+    """One slice for each stretch in which the same ways carry something."""
+    name, start_ps, end_ps, work = "", 0, 0, 0
+    for segment in segments:
+        ways = [way for way, amount in (("copies", segment.ce), ("kernel loads", segment.sm)) if amount]
+        if " + ".join(ways) != name:
+            if name:
+                yield _slice(name, start_ps, end_ps, bytes=work // PICOSECONDS_PER_S)
+            name, start_ps, work = " + ".join(ways), segment.start_ps, 0
+        end_ps = segment.end_ps
+        work += segment.ce + segment.sm
+    if name:
+        yield _slice(name, start_ps, end_ps, bytes=work // PICOSECONDS_PER_S)
 
 
 def _step(report: StepReport) -> dict[str, Any]:

@@ -81,6 +81,7 @@ def test_tracks(events):
         "copy: layers",
         "copy: operators",
         "copy: waits",
+        "bus",
         "idle",
     } <= set(tracks(events))
 
@@ -124,3 +125,9 @@ def test_counters_follow_the_rates(events, device):
     counters = [event for event in events if event["ph"] == "C" and event["name"] == "bus GB/s"]
     assert {round(event["args"]["copies"]) for event in counters} == {0, 55}
     assert all(event["args"]["kernel loads"] == 0 for event in counters)
+
+
+def test_the_bus_track_carries_every_copy(events):
+    slices = tracks(events)["bus"]
+    assert {event["name"] for event in slices} == {"copies"}
+    assert sum(event["args"]["bytes"] for event in slices) == 6 << 15
