@@ -26,6 +26,20 @@ def _without_owner(host: Tensor) -> Tensor:
     return torch.frombuffer((ctypes.c_ubyte * host.numel()).from_address(host.data_ptr()), dtype=torch.uint8)
 
 
+def _refused_lock(nbytes: int, error: RuntimeError) -> ModelLoadError:
+    """Say what the driver refused, with the memlock limit if that is less than what was asked for.
+
+    The limit is no reason to refuse before: NVIDIA's open kernel modules pin user pages without looking at it
+    (`os_lock_user_pages` in os-mlock.c), and the default of a container, 8 MiB, would forbid every load.
+    """
+    limit = free_host_memory(locked=True)
+    if limit.free_bytes < nbytes:
+        remedy = f"the driver says {error}: offload less, or raise the limit (ulimit -l)"
+        text = f"cannot page-lock host memory: needs {gib(nbytes)}, memlock leaves {gib(limit.free_bytes)}; {remedy}"
+        return NotEnoughMemoryError(text, nbytes, limit.free_bytes)
+    return ModelLoadError(f"cannot page-lock {gib(nbytes)} of host memory: {error}: offload less")
+
+
 def device_count(cuda: Any = torch.cuda) -> int:
     """Number of GPUs that this process can use."""
     return cuda.device_count() if cuda.is_available() else 0
@@ -47,14 +61,14 @@ class CudaDevice(Device):
         self.unified = bool(cuda.get_device_properties(index).is_integrated)
 
     def allocate_host(self, nbytes: int) -> Tensor:
-        require_memory("the host", nbytes, self.host_memory(), "offload less, or raise the limit (cgroup, ulimit -l)")
+        require_memory("the host", nbytes, self.host_memory(), "offload less, or raise the limit of the cgroup")
         locks = ExitStack()
         host = map_anonymous(nbytes, on_release=locks.close)
         try:
             with self.active():
                 locks.enter_context(memory.page_lock(_without_owner(host)))
         except RuntimeError as error:
-            raise ModelLoadError(f"cannot page-lock {gib(nbytes)} of host memory: {error}") from error
+            raise _refused_lock(nbytes, error) from error
         # Done first on release: no kernel and no copy may still read pages that are unlocked.
         locks.callback(self.synchronise)
         return host
@@ -80,7 +94,7 @@ class CudaDevice(Device):
         return FreeMemory(free_bytes + cached_bytes, total_bytes)
 
     def host_memory(self) -> FreeMemory:
-        return free_host_memory(locked=True)
+        return free_host_memory()
 
     def from_host(self, values: list[Any], dtype: torch.dtype = torch.int64) -> Tensor:
         # Page-locked, so that the copy is ordered on the stream and the host goes on at once.

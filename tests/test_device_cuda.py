@@ -136,7 +136,9 @@ def cuda() -> FakeCuda:
 def memory(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> FakeMemory:
     fake = FakeMemory(cuda.log)
     monkeypatch.setattr(offload.cuda, "memory", fake)
-    monkeypatch.setattr(offload.cuda, "free_host_memory", lambda locked: FreeMemory(GIB if locked else 99 * GIB, GIB))
+    monkeypatch.setattr(
+        offload.cuda, "free_host_memory", lambda locked=False: FreeMemory(GIB if locked else 99 * GIB, GIB)
+    )
     monkeypatch.setattr(Tensor, "pin_memory", lambda tensor: cuda.log.append("pin") or tensor)
     return fake
 
@@ -170,10 +172,20 @@ def test_pages_are_locked_until_the_last_view_dies(device: CudaDevice, cuda: Fak
     assert cuda.log == ["lock 5000", "synchronise", "unlock 5000"] and not memory.locked
 
 
-def test_host_memory_counts_the_limit_of_locked_pages(device: CudaDevice) -> None:
-    assert device.host_memory().free_bytes == GIB
-    with pytest.raises(ModelLoadError, match=r"needs 2\.000 GiB, has 1\.000 GiB; offload less.*ulimit -l"):
+def test_host_memory_is_checked_before_it_is_mapped(device: CudaDevice, cuda: FakeCuda) -> None:
+    assert device.host_memory().free_bytes == 99 * GIB
+    with pytest.raises(ModelLoadError, match=r"needs 100\.000 GiB, has 99\.000 GiB; offload less.*cgroup"):
+        device.allocate_host(100 * GIB)
+    assert cuda.log == []
+
+
+def test_the_limit_of_locked_pages_refuses_only_if_the_driver_does(device: CudaDevice, memory: FakeMemory) -> None:
+    device.allocate_host(2 * GIB)
+    memory.refuse = True
+    needs = r"needs 2\.000 GiB, memlock leaves 1\.000 GiB; the driver says CUDA error 2 .*ulimit -l"
+    with pytest.raises(NotEnoughMemoryError, match=needs):
         device.allocate_host(2 * GIB)
+    assert not memory.locked
 
 
 def test_a_refused_lock_is_a_load_error_and_leaves_nothing(device: CudaDevice, memory: FakeMemory) -> None:
