@@ -1,8 +1,8 @@
 """Times of a loaded model, as llama-bench takes them: prompt processing (pp) and decode steps (tg).
 
-A first prompt is not counted, nor are the first two steps of every batch. On a real device a sample is the wall time of one repetition, with the device idle before
-and after; on a simulated device it is the simulated time of one step, which the device reports itself. The tokens that
-come out are kept, so that what was timed is also what was checked.
+A first prompt is not counted, nor are the first two steps of every batch. On a real device a sample is the wall time
+of one repetition, with the device idle before and after; on a simulated device it is the simulated time of one step,
+which the device reports itself. The tokens that come out are kept, so that what was timed is also what was checked.
 """
 
 from __future__ import annotations

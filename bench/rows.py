@@ -103,19 +103,19 @@ def speed(row: dict[str, Any]) -> str:
     speeds = [tokens_per_row(row["test"], row["batch"]) / sample for sample in row["samples_s"]]
     mean = statistics.fmean(speeds)
     if len(speeds) == 1:
-        return _digits(mean)
-    return f"{_digits(mean)} ± {statistics.stdev(speeds):.{_decimals(mean)}f}"
+        return digits(mean)
+    return f"{digits(mean)} ± {statistics.stdev(speeds):.{_decimals(mean)}f}"
 
 
 def step_ms(row: dict[str, Any]) -> str:
     """Median time and, with repetitions that differ, their spread: `12.3 (11.9-13.0)`."""
     if row["step_s"] is None:
         return "-"
-    low, high = _digits(min(row["samples_s"]) * 1e3), _digits(max(row["samples_s"]) * 1e3)
-    return _digits(row["step_s"] * 1e3) + (f" ({low}-{high})" if low != high else "")
+    low, high = digits(min(row["samples_s"]) * 1e3), digits(max(row["samples_s"]) * 1e3)
+    return digits(row["step_s"] * 1e3) + (f" ({low}-{high})" if low != high else "")
 
 
-def _digits(value: float) -> str:
+def digits(value: float) -> str:
     """At least three significant digits, whole from a thousand on; 0 as 0."""
     return f"{value:.{_decimals(value)}f}"
 
@@ -131,7 +131,7 @@ def _plain(value: Any) -> str:
 
 
 def _scaled(unit: float) -> Callable[[Any], str]:
-    return lambda value: "-" if value is None else _digits(value / unit)
+    return lambda value: "-" if value is None else digits(value / unit)
 
 
 COLUMNS = (

@@ -36,6 +36,7 @@ def test_floats(text, values):
 
 def test_a_fractional_range_ends_exactly_on_its_last_value():
     assert parse_floats("0-1+0.1") == [round(0.1 * k, 1) for k in range(11)]
+    assert parse_floats("0.1-0.5+0.1") == [0.1, 0.2, 0.3, 0.4, 0.5]
 
 
 @given(st.integers(0, 50), st.integers(0, 50), st.integers(1, 9))

@@ -61,6 +61,7 @@ def test_md_says_once_what_never_varies_and_keeps_results():
     assert header == ["offloaded GiB", "device GiB", "batch", "tok/s", "step ms", "bus GB/s"]
     for words in ("model tiny", "device cpu", "weights dummy", "config uva 0.5 GiB", "test tg4"):
         assert words in head
+    assert "offloaded GiB" not in head and "device GiB" not in head
 
 
 def test_md_gives_mean_and_deviation_median_and_spread_and_units():
@@ -69,6 +70,11 @@ def test_md_gives_mean_and_deviation_median_and_spread_and_units():
     assert [cell.strip() for cell in line.strip("|").split("|")] == [
         "0.500", "1.00", "4.67 ± 3.06", "500.0 (250.0-1000)", "1.07",
     ]  # fmt: skip
+
+
+def test_a_prompts_speed_counts_its_tokens_in_every_sequence():
+    line = markdown([row(test="pp10", samples_s=(0.5,)).as_dict()]).splitlines()[-1]
+    assert line.strip("|").split("|")[2].strip() == "40.00"
 
 
 def test_md_shows_a_row_without_times_by_its_note():
