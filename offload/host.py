@@ -12,7 +12,8 @@ import contextlib
 import gc
 import mmap
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +22,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from offload.allocation import view
 from offload.errors import ModelLoadError
 from offload.host_limits import free_host_memory
-from offload.plan import LayerLayout, Place, aligned
+from offload.plan import aligned
 from offload.text import gib
 
 if TYPE_CHECKING:
@@ -67,6 +68,32 @@ def map_anonymous(nbytes: int, on_release: Callable[[], None] | None = None) -> 
     tensor = torch.frombuffer(mapping, dtype=torch.uint8)
     mapping.on_release = on_release
     return tensor
+
+
+class Place(NamedTuple):
+    """Where an offloaded weight lies: in which layer's region, how far into it, and its size without padding."""
+
+    layer: int
+    offset_bytes: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class LayerLayout:
+    """One offloaded layer as a contiguous byte region, the same in the host slab and in a slot.
+
+    Attributes:
+        layer: index of the layer.
+        names: full names of the weights that have their place here, in order; a shared weight stands under its first
+            name.
+        offsets_bytes: where each begins, a multiple of 128.
+        nbytes: size of the region, padding included.
+    """
+
+    layer: int
+    names: tuple[str, ...]
+    offsets_bytes: tuple[int, ...]
+    nbytes: int
 
 
 class HostSlab:

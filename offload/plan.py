@@ -9,7 +9,7 @@ copied for each of them and never be absent. Parameters without elements are ski
 """
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, NamedTuple
 
@@ -50,32 +50,6 @@ class ParameterSpec:
         return ("name", self.name) if self.storage is None else self.storage
 
 
-class Place(NamedTuple):
-    """Where an offloaded weight lies: in which layer's region, how far into it, and its size without padding."""
-
-    layer: int
-    offset_bytes: int
-    nbytes: int
-
-
-@dataclass(frozen=True)
-class LayerLayout:
-    """One offloaded layer as a contiguous byte region, the same in the host slab and in a slot.
-
-    Attributes:
-        layer: index of the layer.
-        names: full names of the weights that have their place here, in order; a shared weight stands under its first
-            name.
-        offsets_bytes: where each begins, a multiple of 128.
-        nbytes: size of the region, padding included.
-    """
-
-    layer: int
-    names: tuple[str, ...]
-    offsets_bytes: tuple[int, ...]
-    nbytes: int
-
-
 @dataclass(frozen=True)
 class Plan:
     """What is offloaded and in which order it moves. Bytes have no padding unless it is said.
@@ -95,8 +69,8 @@ class Plan:
         unmatched_selectors: selectors that match no parameter of any decoder layer, sorted.
         warnings: texts about what had no effect, each with its remedy.
         refusal: why this plan must not be used although offload is enabled, with the remedy; None if it may.
-        layouts: the offloaded layers' regions, in order.
-        places: for each offloaded name, where it lies.
+        region_bytes: size of each offloaded layer in slab and slot, padding included, in order; a weight that layers
+            share counts with the first of them.
     """
 
     backend: Literal["uva", "prefetch"] | None = None
@@ -112,18 +86,17 @@ class Plan:
     unmatched_selectors: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     refusal: str | None = None
-    layouts: tuple[LayerLayout, ...] = ()
-    places: dict[str, Place] = field(default_factory=dict, repr=False)
+    region_bytes: tuple[int, ...] = ()
 
     @property
     def host_bytes(self) -> int:
         """Size of the host slab that holds every offloaded layer, padding included."""
-        return sum(layout.nbytes for layout in self.layouts)
+        return sum(self.region_bytes)
 
     @cached_property
     def slot_sizes_bytes(self) -> tuple[int, ...]:
         """Size of each slot: the largest region it will hold."""
-        return slot_sizes([layout.nbytes for layout in self.layouts], self.slots)
+        return slot_sizes(self.region_bytes, self.slots)
 
     def slot_of(self, ordinal: int) -> int:
         """The slot that the offloaded layer with this ordinal owns."""
@@ -232,15 +205,18 @@ def in_group(config: OffloadConfig) -> Callable[[int], bool]:
 
 def _assembled(config: OffloadConfig, walk: Sequence[_Step], chosen: set[Hashable], kept: set[Hashable]) -> Plan:
     taken = [step for step in walk if step.identity in chosen]
-    layouts, places = _laid_out(taken)
-    layers = tuple(sorted({step.layer for step in taken}))
+    owned = {step.identity: step for step in reversed(taken)}
+    regions = dict.fromkeys(sorted({step.layer for step in taken}), 0)
+    for step in owned.values():
+        regions[step.layer] += aligned(step.spec.nbytes)
+    layers, region_bytes = tuple(regions), tuple(regions.values())
     all_layers = sorted({step.layer for step in walk})
-    offloaded_bytes = sum(places[name].nbytes for layout in layouts for name in layout.names)
+    offloaded_bytes = sum(step.spec.nbytes for step in owned.values())
     count = len(layers) if config.resolved_backend == "prefetch" else 0
     ring_step = config.prefetch.offload_prefetch_step
     order = refill_order(count, ring_step)
     slots = min(count, ring_step)
-    slot_bytes = sum(slot_sizes([layout.nbytes for layout in layouts], slots))
+    slot_bytes = sum(slot_sizes(region_bytes, slots))
     stalls = stalling_layers(layers, all_layers, ring_step) if count else ()
     facts = Facts(
         config=config,
@@ -266,29 +242,8 @@ def _assembled(config: OffloadConfig, walk: Sequence[_Step], chosen: set[Hashabl
         unmatched_selectors=facts.unmatched,
         warnings=warnings(facts),
         refusal=None if taken else refusal(facts),
-        layouts=layouts,
-        places=places,
+        region_bytes=region_bytes,
     )
-
-
-def _laid_out(taken: Sequence[_Step]) -> tuple[tuple[LayerLayout, ...], dict[str, Place]]:
-    by_layer: dict[int, dict[str, Place]] = {}
-    places: dict[str, Place] = {}
-    first_place: dict[Hashable, Place] = {}
-    ends: dict[int, int] = {}
-    for step in taken:
-        place = first_place.get(step.identity)
-        if place is None:
-            place = Place(step.layer, ends.get(step.layer, 0), step.spec.nbytes)
-            ends[step.layer] = place.offset_bytes + aligned(place.nbytes)
-            by_layer.setdefault(step.layer, {})[step.spec.name] = place
-            first_place[step.identity] = place
-        places[step.spec.name] = place
-    layouts = tuple(
-        LayerLayout(layer, tuple(own), tuple(place.offset_bytes for place in own.values()), ends[layer])
-        for layer, own in by_layer.items()
-    )
-    return layouts, places
 
 
 def slot_sizes(layer_bytes: Sequence[int], slots: int) -> tuple[int, ...]:

@@ -60,7 +60,7 @@ def bus_bytes_per_token(made: Plan, parameters: Sequence[ParameterSpec], experts
     """
     if made.backend == "prefetch":
         copied = {follower for ordinal, follower in enumerate(made.refill_order) if follower != ordinal}
-        return sum(made.layouts[ordinal].nbytes for ordinal in copied)
+        return sum(made.region_bytes[ordinal] for ordinal in copied)
     offloaded = set(made.offloaded)
     return sum(_read_bytes(spec, experts) for spec in parameters if spec.name in offloaded)
 
