@@ -29,8 +29,10 @@ from bench.sweep import Sizes, sweep
 from offload.config import OffloadConfig
 from offload.errors import OffloadConfigError
 from offload.plan import plan
+from offload.text import ranges
 
 EXIT_INTERRUPTED = 130
+NOTHING_FREED = "the slots take as much as is offloaded, nothing is freed"
 
 
 def configs_of(args: argparse.Namespace, subject: Subject) -> tuple[list[OffloadConfig], list[str]]:
@@ -39,7 +41,8 @@ def configs_of(args: argparse.Namespace, subject: Subject) -> tuple[list[Offload
     Raises:
         OffloadConfigError: none can.
     """
-    configs, skipped = [], []
+    configs: list[OffloadConfig] = []
+    skipped: dict[tuple[str, str], list[int]] = {}
     product = itertools.product(args.offload_group_size, args.offload_num_in_group, args.offload_prefetch_step)
     for group, count, step in product:
         fields = {"offload_group_size": group, "offload_num_in_group": count, "offload_prefetch_step": step}
@@ -50,17 +53,18 @@ def configs_of(args: argparse.Namespace, subject: Subject) -> tuple[list[Offload
             made = plan(subject.specs, config)
             made.require_offload()
         except OffloadConfigError as error:
-            skipped.append(f"{count} of {group}, step {step}: {error}")
+            skipped.setdefault((f"{count} of {group}", str(error)), []).append(step)
             continue
         if made.freed_bytes <= 0:
-            skipped.append(f"{count} of {group}, step {step}: the slots take as much as is offloaded, nothing is freed")
+            skipped.setdefault((f"{count} of {group}", NOTHING_FREED), []).append(step)
             continue
         configs.append(config)
         opponent = equal_memory(config, subject.specs) if args.equal_memory else None
         configs += [opponent] if opponent else []
+    reasons = [f"{what}, step {ranges(sorted(steps))}: {why}" for (what, why), steps in skipped.items()]
     if not configs:
-        raise OffloadConfigError(f"no combination can be run: {'; '.join(skipped[:3])}")
-    return distinct(configs), skipped
+        raise OffloadConfigError(f"no combination can be run: {'; '.join(reasons[:3])}")
+    return distinct(configs), reasons
 
 
 def best_rows(rows: Sequence[Row], memories_bytes: Sequence[float]) -> Iterator[tuple[str, Row]]:

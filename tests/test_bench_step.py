@@ -32,7 +32,10 @@ def test_the_cross_product_runs_and_the_rest_is_left_out_with_reasons(config, ca
     assert step(config, *words) == 0
     text = capsys.readouterr().out
     assert "simulated on h200-pcie5" in text
-    assert "Left out: 2 of 1, step 1: " in text and "offload_num_in_group (2) must be <= offload_group_size (1)" in text
+    assert (
+        "Left out: 2 of 1, step 1-2, 6: " in text
+        and "offload_num_in_group (2) must be <= offload_group_size (1)" in text
+    )
     assert "Left out: 1 of 2, step 6: the slots take as much as is offloaded" in text
     shown = [line.split("|")[1].strip() for line in text.splitlines() if line.startswith("| prefetch")]
     # 1 of 1, 1 of 2, 2 of 2, 1 of 3, 2 of 3 with steps 1 and 2, less 1 of 3 with step 2: two slots for two layers.
@@ -67,7 +70,7 @@ def test_equal_memory_gives_each_an_opponent_with_no_more_memory(config, capsys)
 @pytest.mark.parametrize(
     ("words", "code", "line"),
     [
-        (["--offload-group-size", "9"], 2, "no combination can be run: 1 of 9, step 1"),
+        (["--offload-group-size", "9"], 2, "no combination can be run: 1 of 9, step 1-4: "),
         (["--offload-group-size", "2", "--offload-prefetch-step", "0"], 2, "no combination can be run"),
         (["-n", "0"], 2, "leave nothing to measure"),
         (["--profile", "gh200"], 2, "--profile gives the bound of a real GPU"),
