@@ -88,11 +88,6 @@ class Plan:
     refusal: str | None = None
     region_bytes: tuple[int, ...] = ()
 
-    @property
-    def host_bytes(self) -> int:
-        """Size of the host slab that holds every offloaded layer, padding included."""
-        return sum(self.region_bytes)
-
     @cached_property
     def slot_sizes_bytes(self) -> tuple[int, ...]:
         """Size of each slot: the largest region it will hold."""

@@ -149,7 +149,6 @@ def test_regions_count_every_weight_once_aligned(drawn, by_uva):
     for specs in owned.values():
         expected[min(each.layer for each in specs)] += aligned(specs[0].nbytes)
     assert dict(zip(made.offloaded_layers, made.region_bytes, strict=True)) == expected
-    assert made.host_bytes == sum(expected.values())
     assert made.offloaded_bytes == sum(specs[0].nbytes for specs in owned.values())
 
 
