@@ -8,6 +8,9 @@ from bench.measure import DECODE_PROMPT, Timing, prompts
 from bench.tokens import Agreement, Answers, Yardstick, compare, measure_yardstick
 from offload.engine import Engine
 
+CONTINUED = 8
+"""Tokens after a prompt along which torch's error is measured, where the test itself has only one."""
+
 
 class Judge:
     """Tokens of one sweep; the reference of a test is the first run of it that fits."""
@@ -31,8 +34,7 @@ class Judge:
             self._references[key] = first
             self._reference_backend = backend
             if parts.device.torch_device.type == "cuda":
-                shown = prompts(batch, length if kind == "pp" else DECODE_PROMPT, parts.vocabulary)
-                self._yardsticks[key] = measure_yardstick(engine, shown, first)
+                self._yardsticks[key] = _yardstick(engine, kind, batch, length, first)
         may_differ = "uva" in (backend, self._reference_backend)
         yardstick = self._yardsticks.get(key) if may_differ else None
         found = Agreement()
@@ -58,3 +60,12 @@ class Judge:
         if self._total.wrong:
             print(f"offload: fatal: tokens differ without a tie to explain it: {self._total.wrong[0]}", file=sys.stderr)
         return 1 if self._total.wrong else 0
+
+
+def _yardstick(engine: Engine, kind: str, batch: int, length: int, answers: Answers) -> Yardstick:
+    """Measure along the answers of a decode test, or along the continuation of a prompt test's prompts."""
+    if kind == "tg":
+        return measure_yardstick(engine, prompts(batch, DECODE_PROMPT, engine.parts.vocabulary), answers)
+    shown = prompts(batch, length, engine.parts.vocabulary)
+    continued = engine.generate(shown, max(1, min(CONTINUED, engine.context - length)), stop_at_eos=False)
+    return measure_yardstick(engine, shown, [generation.token_ids for generation in continued])

@@ -81,4 +81,3 @@ def subject_of(args: argparse.Namespace) -> Subject:
     if load_format == "safetensors" and args.model_config:
         raise OffloadConfigError("--model-config names no weights: use --model DIR, or --load-format dummy or meta")
     return Subject(path, name or Path.cwd().name, load_format, args.device, args.dtype, getattr(args, "graph", False))
-

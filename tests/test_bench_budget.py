@@ -148,7 +148,8 @@ def test_meta_needs_no_weights_and_compares_no_tokens(config, capsys):
 )
 def test_what_cannot_be_measured_is_refused_before_anything_runs(config, capsys, words, code, line):
     device = [] if "--device" in words else ["--device", "cpu"]
-    assert budget(config, *device, *words) == code
+    # As jsonl, so that a row that was measured first would be seen.
+    assert budget(config, *device, *words, "-o", "jsonl") == code
     captured = capsys.readouterr()
     assert captured.out == "" and captured.err.startswith("offload: fatal: ") and line in captured.err
     assert captured.err.count("\n") == 1 and not (config.parent / "picture.png").exists()

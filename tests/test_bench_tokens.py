@@ -8,7 +8,7 @@ import torch
 
 import offload
 from bench.judge import Judge
-from bench.measure import Timing, prompts
+from bench.measure import Timing, prompts, time_decode, time_prompt
 from bench.tokens import Agreement, Yardstick, compare, measure_yardstick
 
 TINY = {
@@ -108,6 +108,40 @@ def test_judge_compares_each_test_and_batch_with_its_own():
     judge = Judge()
     judge.verdict(fake(None), "pp", 1, 4, timing(((5,),)))
     assert judge.verdict(fake("uva"), "pp", 2, 4, timing(((6,), (6,)))) == "reference"
+
+
+class LooksLikeCuda:
+    """A CPU engine that says it runs on CUDA, where ties may happen."""
+
+    def __init__(self, engine, backend):
+        self._engine = engine
+        device = SimpleNamespace(torch_device=torch.device("cuda"))
+        plan = SimpleNamespace(backend=backend)
+        self.parts = SimpleNamespace(model=engine.parts.model, vocabulary=TINY["vocab_size"], device=device, plan=plan)
+
+    def __getattr__(self, name):
+        return getattr(self._engine, name)
+
+
+@pytest.mark.parametrize("kind", ["pp", "tg"])
+def test_on_cuda_a_wide_gap_is_never_a_tie(engine, kind):
+    judge = Judge()
+    first = time_prompt(engine, 2, 5, 1) if kind == "pp" else time_decode(engine, 2, 5, 1)
+    assert judge.verdict(LooksLikeCuda(engine, None), kind, 2, 5, first) == "reference"
+    assert judge.verdict(LooksLikeCuda(engine, "uva"), kind, 2, 5, first) == f"{2 if kind == 'pp' else 16} equal"
+    (yardstick,) = judge._yardsticks.values()
+    assert len(yardstick.gaps) == 2 and 0 < yardstick.torch_error < 1e-4 < min(map(min, yardstick.gaps))
+    others = tuple(tuple((token + 1) % TINY["vocab_size"] for token in answer) for answer in first.tokens[0])
+    assert judge.verdict(LooksLikeCuda(engine, "uva"), kind, 2, 5, timing(others)).startswith("WRONG")
+
+
+def test_on_cuda_a_tie_is_forgiven_to_uva_and_not_to_prefetch(engine):
+    judge = Judge()
+    answers = ((1, 2, 3),)
+    judge.verdict(fake(None), "tg", 1, 2, timing(answers))
+    judge._yardsticks[("tg", 1, 2)] = Yardstick([[9.0, 0.1, 9.0]], torch_error=0.1)
+    assert judge.verdict(fake("uva"), "tg", 1, 2, timing(((1, 7, 3),))) == "1 equal, 1 ties"
+    assert judge.verdict(fake("prefetch"), "tg", 1, 2, timing(((1, 7, 3),))).startswith("WRONG")
 
 
 def test_judge_without_a_baseline_says_so():
