@@ -7,14 +7,15 @@ runs. Data crosses to Python once per step, through the device object: the token
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from offload.answers import Answers, Generation, OnToken
 from offload.assemble import Parts, assemble
 from offload.config import OffloadConfig
 from offload.decoding import Decoding
@@ -24,23 +25,9 @@ from offload.loader import LoadFormat
 from offload.report import MemoryReport
 from offload.sampling import Sampler
 from offload.text import shortened
-from offload.tokenizer import Message, TextStream
+from offload.tokenizer import Message
 
-OnToken = Callable[[int, int, str], None]
 Prompt = str | Sequence[int]
-
-
-@dataclass(frozen=True)
-class Generation:
-    """What a model wrote after one prompt.
-
-    Attributes:
-        text: the text of the new tokens, without special ones; None if the model has no tokenizer.
-        token_ids: the new tokens, the end token among them if it came.
-    """
-
-    text: str | None
-    token_ids: list[int]
 
 
 class Engine:
@@ -105,16 +92,13 @@ class Engine:
         ends = self._parts.end_tokens if stop_at_eos else frozenset()
         with self._running():
             sampler = Sampler(self._parts.device, temperature, seed)
-            answers = _Answers(
-                len(token_lists), max_new_tokens, ends, on_token, self._streams(len(token_lists), on_token)
-            )
+            answers = Answers(len(token_lists), max_new_tokens, ends, on_token, self._parts.tokenizer)
             if token_lists:
                 decoding = self._start(token_lists, self._needed_context(token_lists, max_new_tokens), sampler)
                 answers.add(decoding.last)
                 while not answers.done:
                     answers.add(decoding.step())
-        tokenizer = self._parts.tokenizer
-        return [Generation(tokenizer.decode(ids) if tokenizer else None, ids) for ids in answers.token_ids]
+        return answers.generations()
 
     def chat_prompt(self, messages: str | Sequence[Message]) -> list[int]:
         """Return the tokens of a conversation in the model's own form, for `generate`.
@@ -149,10 +133,6 @@ class Engine:
             token_lists.append(tokens)
         return token_lists
 
-    def _streams(self, count: int, on_token: OnToken | None) -> list[TextStream] | None:
-        tokenizer = self._parts.tokenizer
-        return [tokenizer.stream() for _ in range(count)] if tokenizer and on_token else None
-
     # -- one step at a time -----------------------------------------------------------------------------------------
 
     def start(
@@ -176,7 +156,11 @@ class Engine:
             raise ValueError("there are no prompts: give at least one")
         with self._running():
             longest = max(map(len, token_lists))
-            context = self._needed_context(token_lists, max(context - longest, 0))
+            if context < longest:
+                raise ValueError(
+                    f"the longest prompt has {longest} tokens, the context is {context}: make it longer"
+                )
+            context = self._needed_context(token_lists, context - longest)
             return self._start(token_lists, context, Sampler(self._parts.device, temperature, seed))
 
     def decode_step(self, decoding: Decoding) -> list[int]:
@@ -247,32 +231,6 @@ class Engine:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-class _Answers:
-    """The new tokens of each sequence, and which sequences are done."""
-
-    def __init__(
-        self, count: int, limit: int, ends: frozenset[int], on_token: OnToken | None, streams: list[TextStream] | None
-    ) -> None:
-        self.token_ids: list[list[int]] = [[] for _ in range(count)]
-        self._limit, self._ends = limit, ends
-        self._on_token, self._streams = on_token, streams
-        self._open = set(range(count))
-
-    @property
-    def done(self) -> bool:
-        return not self._open
-
-    def add(self, tokens: Sequence[int]) -> None:
-        """Take the tokens of one step; those of sequences that are done are nobody's."""
-        for index in sorted(self._open):
-            token = tokens[index]
-            self.token_ids[index].append(token)
-            if self._on_token is not None:
-                self._on_token(index, token, self._streams[index].put(token) if self._streams else "")
-            if token in self._ends or len(self.token_ids[index]) == self._limit:
-                self._open.remove(index)
 
 
 def load(

@@ -154,6 +154,8 @@ def test_a_batch_ends_when_its_context_is_used_or_another_starts(engine):
         engine.decode_step(decoding)
     with pytest.raises(ValueError, match="there are no prompts"):
         engine.start([], 5)
+    with pytest.raises(ValueError, match="the longest prompt has 3 tokens, the context is 2: make it longer"):
+        engine.start([[1], [1, 2, 3]], 2)
 
 
 def test_the_cache_is_as_long_as_the_call_needs_or_as_asked(folder):

@@ -5,8 +5,8 @@ how a budget is spent. Each module that fuses checkpoint tensors says where they
 nothing of devices, streams or offloading: every weight is read through its parameter at each use, and that is all the
 backends need.
 
-What a decode step costs besides its matrix-vector products is operators: 16 per layer, views not counted. So queries and keys are
-rotated together, gate and up are one product, and decode attention needs neither mask nor copied keys.
+What a decode step costs besides its matrix-vector products is operators: 16 per layer, views not counted. So queries
+and keys are rotated together, gate and up are one product, and decode attention needs neither mask nor copied keys.
 """
 
 from __future__ import annotations
