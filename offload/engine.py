@@ -122,6 +122,8 @@ class Engine:
         vocabulary = self._parts.vocabulary
         token_lists = []
         for index, prompt in enumerate(prompts):
+            if not isinstance(prompt, Sequence):
+                raise ValueError(f"prompt {index} is {shortened(prompt)}: give a text or a list of tokens")
             tokens = self._parts.require_tokenizer().encode(prompt) if isinstance(prompt, str) else list(prompt)
             if not tokens:
                 raise ValueError(f"prompt {index} is empty: give at least one token")
