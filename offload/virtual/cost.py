@@ -25,6 +25,9 @@ Rule = Callable[[Sequence[Any], dict[str, Any], list[Tensor]], Work]
 WITHOUT_WORK = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided"}
 """Operators that make memory and put nothing into it."""
 
+DECOMPOSED = {"einsum", "tensordot", "inner", "conv1d", "conv2d", "conv3d", "linalg_multi_dot", "chain_matmul"}
+"""Operators that are made of products, and whose FLOPs show only in their parts."""
+
 _SCATTERS = {"index_put_", "_index_put_impl_", "index_copy_", "scatter_"}
 
 

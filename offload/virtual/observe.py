@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from offload.virtual.cost import WITHOUT_WORK, work_of
+from offload.virtual.cost import DECOMPOSED, WITHOUT_WORK, work_of
 from offload.virtual.operators import byte_range, flatten, mutated, operator
 
 if TYPE_CHECKING:
@@ -37,6 +37,9 @@ class Observer(TorchDispatchMode):
         known = operator(func)
         if known.refused:
             raise HostReadError(f"operator {known.name!r} on {device.name}: {known.refused}")
+        if known.name in DECOMPOSED:
+            with self:
+                return func.decompose(*args, **kwargs)
         capture = device.current_capture
         changed = mutated(known, args, kwargs) if known.mutated_names else []
         if capture is not None:

@@ -176,6 +176,15 @@ def test_products_under_other_names(device):
         assert demands["flops"] == flops
 
 
+def test_products_inside_other_operators(device):
+    x, w = on_device(device, 1, 4, 64), on_device(device, 64, 32)
+    for product in (lambda: torch.einsum("bij,jk->bik", x, w), lambda: torch.tensordot(x, w, 1)):
+        assert sum(demands.get("flops", 0) for _, demands in charged(device, product)) == 2 * 4 * 64 * 32
+    image, kernel = on_device(device, 1, 2, 8, 8), on_device(device, 3, 2, 3, 3)
+    flops = [demands["flops"] for _, demands in charged(device, lambda: F.conv2d(image, kernel))]
+    assert flops == [2 * 3 * 6 * 6 * 2 * 3 * 3]
+
+
 def test_a_value_that_only_the_host_may_ask_for(device):
     x = on_device(device, 4)
     for ask in (lambda: x[0].item(), lambda: x.nonzero(), lambda: bool(x[0] > 0)):

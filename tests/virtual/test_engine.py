@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from offload.engine import load
 from offload.errors import ModelLoadError
+from offload.model_configs import find
 from offload.virtual import VirtualDevice, VirtualOutOfMemoryError
 from tests.test_prefetch import not_shared, poison_after_use, shared_between_layers, shared_within_a_layer
 from tests.toys import TOKENS, Toy, logits, offloaded, prefetch
@@ -133,6 +134,7 @@ def test_meta_takes_the_same_simulated_time(config_of, config, graph):
     assert times(VirtualDevice("h200-pcie5", "meta"), "meta") == real
 
 
+@pytest.mark.filterwarnings("ignore::offload.OffloadConfigWarning")
 @pytest.mark.parametrize("config", [CONFIGS["uva-all"], prefetch(1, 1, 2)], ids=["uva", "prefetch"])
 def test_a_mixture_of_experts(config_of, config):
     path = config_of(num_hidden_layers=3, **EXPERTS)
@@ -222,3 +224,17 @@ def test_meta_needs_a_virtual_device(config_of):
         load(path, None, "cpu", load_format="meta")
     with load(path, None, "virtual:h200-pcie5", load_format="meta") as engine:
         assert tokens(engine, 2) == [[0, 0], [0, 0]]
+
+
+@pytest.mark.parametrize(
+    ("config", "share"), [(prefetch(2, 1, 2), 0.99), ({"uva": {"cpu_offload_gb": 64}}, 0.97)], ids=["prefetch", "uva"]
+)
+def test_a_70b_half_offloaded_comes_close_to_its_bound(config, share):
+    device = VirtualDevice("h200-pcie5", "meta")
+    with load(str(find("llama-3.1-70b")[0]), config, device, load_format="meta") as engine:
+        decoding = engine.start([[1] * 16], 32)
+        for _ in range(2):
+            engine.decode_step(decoding)
+    report = device.step_report()
+    assert report.bus_bytes > 60 << 30
+    assert report.share_of_bound >= share
