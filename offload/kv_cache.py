@@ -59,13 +59,14 @@ class KVCache:
 
     Attributes:
         rows: (2, layers, batch, kv heads, context, head_dim), keys and then values.
+        context: how many tokens there is room for.
         step: what the forward that comes next does; set before each.
     """
 
     step: Step
 
     def __init__(self, memory: Tensor, shape: CacheShape, batch: int, context: int, dtype: torch.dtype) -> None:
-        self.batch, self.context = batch, context
+        self.context = context
         memory.zero_()
         self.rows = memory.view(dtype).view(2, shape.layers, batch, shape.heads, context, shape.head_dim)
 
