@@ -159,9 +159,7 @@ class Engine:
         with self._running():
             longest = max(map(len, token_lists))
             if context < longest:
-                raise ValueError(
-                    f"the longest prompt has {longest} tokens, the context is {context}: make it longer"
-                )
+                raise ValueError(f"the longest prompt has {longest} tokens, the context is {context}: make it longer")
             context = self._needed_context(token_lists, context - longest)
             return self._start(token_lists, context, Sampler(self._parts.device, temperature, seed))
 
