@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from offload.commands._options import add_dtype, add_model, number
-from offload.errors import ModelLoadError, OffloadConfigError
+from offload.errors import OffloadConfigError
 from offload.text import gib, shortened
 
 if TYPE_CHECKING:
@@ -79,10 +79,7 @@ def _profile(device: str) -> "Profile":
 
     if not device.startswith("virtual:"):
         raise OffloadConfigError(f"--device {shortened(device)} is no virtual GPU: give virtual:NAME")
-    try:
-        return load_profile(device.removeprefix("virtual:"))
-    except ValueError as error:
-        raise ModelLoadError(str(error)) from error
+    return load_profile(device.removeprefix("virtual:"))
 
 
 def _as_json(profile: "Profile", arguments: argparse.Namespace, predictions: Sequence["Prediction"]) -> dict:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from offload.device import Device, FreeMemory, Residency
-from offload.errors import ModelLoadError
+from offload.host import map_anonymous
 from offload.virtual.capture import Capture, CapturedOperator, CapturedStamp, CaptureError, VirtualGraph
 from offload.virtual.clocks import Entry, VirtualEvent, VirtualStream
 from offload.virtual.issue import Issuer, Operation
@@ -49,7 +49,7 @@ class VirtualDevice(Device):
     def __init__(self, profile: Profile | str, torch_device: str = "cpu") -> None:
         if torch_device not in ("cpu", "meta"):
             raise ValueError(f"a virtual GPU computes on 'cpu' or 'meta', got {torch_device!r}")
-        self.profile = _find(profile) if isinstance(profile, str) else profile
+        self.profile = load_profile(profile) if isinstance(profile, str) else profile
         self.name = f"virtual:{self.profile.name}"
         self.torch_device = torch.device(torch_device)
         self.numerics = MetaNumerics() if torch_device == "meta" else CpuNumerics()
@@ -69,12 +69,16 @@ class VirtualDevice(Device):
         return self._allocate(nbytes, "host", "offloaded weights")
 
     def allocate_device(self, nbytes: int) -> Tensor:
-        return self._allocate(nbytes, "device", "reserved memory")
+        memory = self._allocate(nbytes, "device", "weights and cache")
+        with self.quiet():
+            # Not a number in any float: what is used before it was written shows in the tokens.
+            return memory.fill_(0xFF)
 
     def _allocate(self, nbytes: int, residency: Residency, purpose: str) -> Tensor:
         self.account.check(nbytes, residency, purpose)
         with self.quiet():
-            tensor = torch.empty(nbytes, dtype=torch.uint8, device=self.torch_device)
+            is_meta = self.torch_device.type == "meta"
+            tensor = torch.empty(nbytes, dtype=torch.uint8, device="meta") if is_meta else map_anonymous(nbytes)
         self.account.hold(tensor, residency, purpose)
         return tensor
 
@@ -295,10 +299,3 @@ class VirtualDevice(Device):
         """Everything until now as a Chrome trace (JSON object); waits for the device first."""
         self.synchronise()
         return chrome_trace(self.name, self.issuer.simulator, self.issuer.streams, self.step_reports())
-
-
-def _find(name: str) -> Profile:
-    try:
-        return load_profile(name)
-    except ValueError as error:
-        raise ModelLoadError(str(error)) from error

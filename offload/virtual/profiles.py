@@ -14,6 +14,8 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from offload.errors import ModelLoadError
+
 PICOSECONDS_PER_S = 10**12
 
 
@@ -89,13 +91,13 @@ def parse_profile(document: Mapping[str, Any], origin: str) -> Profile:
         origin: the file, for messages.
 
     Raises:
-        ValueError: a number is missing, unknown, out of range or without a source.
+        ModelLoadError: a number is missing, unknown, out of range or without a source.
     """
     numbers = document.get("numbers", {})
     name = document.get("name", "")
     unlike = sorted(_NUMBERS ^ set(numbers))
     if not name or unlike:
-        raise ValueError(
+        raise ModelLoadError(
             f"profile {name!r} in {origin} needs a name and exactly the numbers of `Profile`; differs in {unlike}"
         )
     values: dict[str, Any] = {}
@@ -104,7 +106,7 @@ def parse_profile(document: Mapping[str, Any], origin: str) -> Profile:
         fits = isinstance(value, (int, float)) and (value > 0 or (value == 0 and field in _MAY_BE_ZERO))
         if not fits or not source or (field in _INTEGERS and value != int(value)):
             kind = "positive whole number" if field in _INTEGERS else "number of seconds"
-            raise ValueError(f"profile {name!r} in {origin}: {field} must be a {kind} with a source, got {entry}")
+            raise ModelLoadError(f"profile {name!r} in {origin}: {field} must be a {kind} with a source, got {entry}")
         values[field] = int(value) if field in _INTEGERS else float(value)
     sources = {field: entry["source"] for field, entry in numbers.items()}
     return Profile(name=name, title=document.get("title", name), sources=sources, **values)
@@ -120,16 +122,22 @@ def load_profile(name: str) -> Profile:
     """Return a shipped profile by its name, or the one in a JSON file by its path.
 
     Raises:
-        ValueError: no such profile, or the file does not hold one.
+        ModelLoadError: no such profile, or the file does not hold one.
     """
     if name.endswith(".json"):
         path = Path(name)
         if not path.is_file():
-            raise ValueError(f"no such profile file: {name}; `python -m bench probe --save-profile FILE` writes one")
-        return parse_profile(json.loads(path.read_text()), path.name)
+            raise ModelLoadError(
+                f"no such profile file: {name}; `python -m bench probe --save-profile FILE` writes one"
+            )
+        try:
+            document = json.loads(path.read_text())
+        except ValueError as error:
+            raise ModelLoadError(f"profile file {name} is not JSON: {error}") from error
+        return parse_profile(document if isinstance(document, dict) else {}, path.name)
     known = shipped_profiles()
     if name not in known:
-        raise ValueError(f"no profile {name!r}; shipped are {', '.join(known)}, or give the path of a .json file")
+        raise ModelLoadError(f"no profile {name!r}; shipped are {', '.join(known)}, or give the path of a .json file")
     return known[name]
 
 

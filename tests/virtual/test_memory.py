@@ -63,7 +63,7 @@ def test_out_of_memory_in_an_operator_says_what_is_held(device):
         rest + 1
     text = str(caught.value)
     assert "out of device memory" in text and "offload more" in text
-    assert text.index("reserved memory") < text.index("slots")
+    assert text.index("weights and cache") < text.index("slots")
 
 
 def test_out_of_memory_when_reserving_is_a_load_error(device):
@@ -89,3 +89,16 @@ def test_a_mapped_file_is_not_device_memory(tmp_path):
     target = device.allocate_device(900)
     device.copy(target, mapped[:900])
     assert device.device_memory().free_bytes == 100
+
+
+def test_memory_is_aligned_to_a_line():
+    device = VirtualDevice("h200-pcie5")
+    for nbytes in (1, 100, 1000):
+        assert device.allocate_device(nbytes).data_ptr() % 128 == 0
+        assert device.allocate_host(nbytes).data_ptr() % 128 == 0
+
+
+def test_what_was_not_written_is_no_number():
+    memory = VirtualDevice("h200-pcie5").allocate_device(64)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        assert memory.view(dtype).isnan().all()

@@ -45,7 +45,7 @@ def test_a_file_comes_back_as_it_was_written(tmp_path):
 def test_faulty_files_are_refused(field, entry, message):
     document = json.loads(dump_profile(load_profile("gh200")))
     document["numbers"][field] = entry
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ModelLoadError, match=message):
         parse_profile(document, "mine.json")
 
 
@@ -54,3 +54,11 @@ def test_unknown_names_list_the_known(tmp_path):
         open_device("virtual:h300")
     with pytest.raises(ModelLoadError, match="no such profile file"):
         open_device(f"virtual:{tmp_path}/none.json")
+
+
+@pytest.mark.parametrize("text", ["{", "[1]", "{}"])
+def test_a_file_that_holds_no_profile(tmp_path, text):
+    path = tmp_path / "mine.json"
+    path.write_text(text)
+    with pytest.raises(ModelLoadError, match="mine.json"):
+        load_profile(str(path))
