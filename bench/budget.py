@@ -1,9 +1,9 @@
 """What does a budget cost: throughput against offloaded GiB, for any number of configurations.
 
 Every configuration is loaded, its tokens are compared with those of the run without offload, and prompt processing and
-decode are timed. Without --cpu-offload-gb and --offload-config the budgets go from 0 to everything in five steps; with
---offload-config the run without offload comes first. What does not fit is a row that says so, and the sweep goes on.
-Ctrl-C keeps the rows that are done.
+decode are timed. The run without offload always comes first; without --cpu-offload-gb and --offload-config the budgets
+go from there to everything in five steps. What does not fit is a row that says so, and the sweep goes on. Ctrl-C keeps
+the rows that are done.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ def configs_of(args: argparse.Namespace, subject: Subject) -> list[OffloadConfig
     budgets = args.cpu_offload_gb
     if budgets is None and not pasted:
         budgets = default_budgets(offloadable_bytes(subject.specs))
-    configs = [NO_OFFLOAD] if budgets is None else [budget(gib) for gib in budgets]
+    # The run without offload always comes first: it is what the others' tokens and speed are compared with.
+    configs = [NO_OFFLOAD, *(budget(gib) for gib in budgets or ())]
     for config in pasted:
         configs.append(config)
         opponent = equal_memory(config, subject.specs) if args.equal_memory else None

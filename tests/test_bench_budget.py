@@ -87,6 +87,12 @@ def test_budgets_and_batches_are_lists_and_ranges(config, capsys):
     assert all(row["tokens_per_s"] == pytest.approx(row["batch"] / row["step_s"]) for row in rows)
 
 
+def test_the_run_without_offload_comes_first_though_not_asked_for(config, capsys):
+    words = ["--cpu-offload-gb", "0.0002,0", "--offload-config", PREFETCH, "--device", "cpu", "-p", "0", "-o", "json"]
+    assert budget(config, *words) == 0
+    assert [row["backend"] for row in rows_of(capsys)] == ["none", "uva", "prefetch"]
+
+
 def test_equal_memory_adds_the_budget_that_frees_the_same(config, capsys):
     words = ["--offload-config", PREFETCH, "--equal-memory", "--device", "cpu", "-p", "0", "-o", "json"]
     assert budget(config, *words) == 0
@@ -163,7 +169,14 @@ def test_ctrl_c_keeps_the_rows_that_are_done(config):
     path = os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "kernels")])
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(
-        command, cwd=config.parent, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        command,
+        cwd=config.parent,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # A suite that runs in the background ignores SIGINT, and its children would too.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     try:
         first = json.loads(process.stdout.readline())

@@ -15,7 +15,9 @@ def folder(tmp_path_factory):
     """A small random model as transformers saves it."""
     torch.manual_seed(1)
     sizes = {"hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 3, "vocab_size": 120}
-    config = LlamaConfig(num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=128, **sizes)
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    # Every token ends a sequence, so that a library that stops there would show.
+    config = LlamaConfig(max_position_embeddings=128, eos_token_id=list(range(120)), **heads, **sizes)
     path = tmp_path_factory.mktemp("small") / "small"
     LlamaForCausalLM(config).float().save_pretrained(path)
     return path
