@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from offload.device import Device, FreeMemory, Residency
-from offload.host import map_anonymous
 from offload.virtual.capture import Capture, CapturedOperator, CapturedStamp, CaptureError, VirtualGraph
 from offload.virtual.clocks import Entry, VirtualEvent, VirtualStream
 from offload.virtual.issue import Issuer, Operation
@@ -77,8 +76,7 @@ class VirtualDevice(Device):
     def _allocate(self, nbytes: int, residency: Residency, purpose: str) -> Tensor:
         self.account.check(nbytes, residency, purpose)
         with self.quiet():
-            is_meta = self.torch_device.type == "meta"
-            tensor = torch.empty(nbytes, dtype=torch.uint8, device="meta") if is_meta else map_anonymous(nbytes)
+            tensor = self.numerics.allocate(nbytes)
         self.account.hold(tensor, residency, purpose)
         return tensor
 

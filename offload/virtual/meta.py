@@ -37,6 +37,10 @@ class MetaNumerics:
         self.remember = True
         self._results: dict[Any, Any] = {}
 
+    def allocate(self, nbytes: int) -> Tensor:
+        """Return uint8 (nbytes,) without bytes."""
+        return torch.empty(nbytes, dtype=torch.uint8, device="meta")
+
     def run(self, func: Any, known: Operator, args: Any, kwargs: dict[str, Any]) -> Any:
         """Return what the operator returns, empty."""
         if not self.remember:

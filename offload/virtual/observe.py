@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from offload.device import require_memory
+from offload.host import free_host_memory, map_anonymous
 from offload.virtual.cost import DECOMPOSED, WITHOUT_WORK, work_of
 from offload.virtual.operators import byte_range, flatten, mutated, operator
 
@@ -59,7 +61,17 @@ class Observer(TorchDispatchMode):
 
 
 class CpuNumerics:
-    """Operators really run, in the order in which they are issued."""
+    """Operators really run, in the order in which they are issued, in memory of this machine."""
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        """Return uint8 (nbytes,), aligned to a page.
+
+        Raises:
+            NotEnoughMemoryError: this machine does not have it, whatever the profile says.
+        """
+        place = "this machine, which holds the numbers of the virtual GPU"
+        require_memory(place, nbytes, free_host_memory(), "simulate without numbers: load format meta")
+        return map_anonymous(nbytes)
 
     def run(self, func: Any, known: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         return func(*args, **kwargs)

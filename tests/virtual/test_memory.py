@@ -102,3 +102,11 @@ def test_what_was_not_written_is_no_number():
     memory = VirtualDevice("h200-pcie5").allocate_device(64)
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         assert memory.view(dtype).isnan().all()
+
+
+def test_numbers_must_fit_this_machine_too():
+    profile = replace(load_profile("h200-pcie5"), memory_bytes=1 << 50, host_memory_bytes=1 << 50)
+    device = VirtualDevice(profile)
+    with pytest.raises(ModelLoadError, match="this machine.*load format meta"):
+        device.allocate_host(1 << 45)
+    VirtualDevice(profile, "meta").allocate_host(1 << 45)
