@@ -19,10 +19,11 @@ from torch import Tensor
 from offload.device import Device, FreeMemory, Residency
 from offload.virtual.capture import Capture, CapturedOperator, CapturedStamp, CaptureError, VirtualGraph
 from offload.virtual.clocks import Entry, VirtualEvent, VirtualStream
+from offload.virtual.cpu import CpuNumerics
 from offload.virtual.issue import Issuer, Operation
 from offload.virtual.memory import MemoryAccount
 from offload.virtual.meta import MetaNumerics
-from offload.virtual.observe import CpuNumerics, Observer
+from offload.virtual.observe import Observer
 from offload.virtual.operators import byte_range
 from offload.virtual.profiles import Profile, load_profile
 from offload.virtual.races import RaceDetector, Range

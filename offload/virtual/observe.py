@@ -8,11 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from offload.device import require_memory
-from offload.host import free_host_memory, map_anonymous
 from offload.virtual.cost import DECOMPOSED, WITHOUT_WORK, work_of
 from offload.virtual.operators import byte_range, flatten, mutated, operator
 
@@ -58,29 +55,3 @@ class Observer(TorchDispatchMode):
             rerun = (func, args, kwargs, made) if capture is not None else None
             device.issue_kernel(known.name, work, rerun)
         return out
-
-
-class CpuNumerics:
-    """Operators really run, in the order in which they are issued, in memory of this machine."""
-
-    def allocate(self, nbytes: int) -> torch.Tensor:
-        """Return uint8 (nbytes,), aligned to a page.
-
-        Raises:
-            NotEnoughMemoryError: this machine does not have it, whatever the profile says.
-        """
-        place = "this machine, which holds the numbers of the virtual GPU"
-        require_memory(place, nbytes, free_host_memory(), "simulate without numbers: load format meta")
-        return map_anonymous(nbytes)
-
-    def run(self, func: Any, known: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        return func(*args, **kwargs)
-
-    def again(self, func: Any, args: Any, kwargs: dict[str, Any], made: list[torch.Tensor]) -> None:
-        """Run a captured operator again and put its results where the capture's went."""
-        out = func(*args, **kwargs)
-        if made:
-            given = {tensor.untyped_storage()._cdata for tensor in (*flatten(args), *flatten(list(kwargs.values())))}
-            fresh = [tensor for tensor in flatten(out) if tensor.untyped_storage()._cdata not in given]
-            for target, result in zip(made, fresh, strict=True):
-                target.copy_(result)
