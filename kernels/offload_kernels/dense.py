@@ -45,7 +45,7 @@ def linear(
         RuntimeError: A Triton schedule on the CPU outside of the interpreter.
     """
     refuse_grad(x, weight, bias)
-    if schedule is None and out is None and x.is_cpu and not _observed():
+    if schedule is None and out is None and x.is_cpu and not observed():
         check_linear(x, weight, bias)
         return F.linear(x, weight, bias)
     sm, ce = (None, None) if rates is None else (rates.sm_bytes_per_s, rates.ce_bytes_per_s)
@@ -55,7 +55,7 @@ def linear(
     return out
 
 
-def _observed() -> bool:
+def observed() -> bool:
     """Whether somebody watches operators. When nobody does, `linear` spares the operator: for 64 x 64 on one CPU core
     that is 4.3 us a call instead of 6.4, beside 2.2 for ``F.linear`` alone.
     """

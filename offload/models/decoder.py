@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
+from offload.linear import Linear
 from offload.models.base import Architecture, CacheShape, Slice
 from offload.models.config import DecoderConfig, Family, read_config
 from offload.models.rope import Rotary, Rotation
@@ -52,8 +53,8 @@ class Attention(nn.Module):
         self.window = config.windows[index]
         self.heads, self.kv_heads, self.head_dim = config.heads, config.kv_heads, config.head_dim
         rows = (config.heads + 2 * config.kv_heads) * config.head_dim
-        self.qkv_proj = nn.Linear(config.hidden, rows, config.qkv_bias, dtype=dtype)
-        self.o_proj = nn.Linear(config.heads * config.head_dim, config.hidden, config.o_bias, dtype=dtype)
+        self.qkv_proj = Linear(config.hidden, rows, config.qkv_bias, dtype=dtype)
+        self.o_proj = Linear(config.heads * config.head_dim, config.hidden, config.o_bias, dtype=dtype)
         if config.qk_norm:
             self.q_norm = nn.RMSNorm(config.head_dim, config.norm_eps, dtype=dtype)
             self.k_norm = nn.RMSNorm(config.head_dim, config.norm_eps, dtype=dtype)
@@ -84,8 +85,8 @@ class GatedMLP(nn.Module):
     def __init__(self, config: DecoderConfig, dtype: torch.dtype, intermediate: int | None = None) -> None:
         super().__init__()
         self.intermediate = intermediate or config.intermediate
-        self.gate_up_proj = nn.Linear(config.hidden, 2 * self.intermediate, config.mlp_bias, dtype=dtype)
-        self.down_proj = nn.Linear(self.intermediate, config.hidden, config.mlp_bias, dtype=dtype)
+        self.gate_up_proj = Linear(config.hidden, 2 * self.intermediate, config.mlp_bias, dtype=dtype)
+        self.down_proj = Linear(self.intermediate, config.hidden, config.mlp_bias, dtype=dtype)
 
     def checkpoint_slices(self, module: str) -> dict[str, Slice]:
         rows = ("gate_up_proj", self.intermediate)
@@ -129,7 +130,7 @@ class Decoder(Architecture):
             for index in range(config.layers)
         )
         self.model.norm = nn.RMSNorm(config.hidden, config.norm_eps, dtype=dtype)
-        self.lm_head = nn.Linear(config.hidden, config.vocabulary, False, dtype=dtype)
+        self.lm_head = Linear(config.hidden, config.vocabulary, False, dtype=dtype)
         if config.tied_head:
             self.lm_head.weight = self.model.embed_tokens.weight
         self.requires_grad_(False)

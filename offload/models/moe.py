@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from offload.errors import ModelLoadError
+from offload.linear import Linear
 from offload.models.base import Slice
 from offload.models.config import (
     DecoderConfig,
@@ -114,11 +115,11 @@ class SparseMLP(nn.Module):
         super().__init__()
         self.routing = routing
         self.layout = STACKED
-        self.gate = nn.Linear(config.hidden, routing.experts, bias=False, dtype=dtype)
+        self.gate = Linear(config.hidden, routing.experts, bias=False, dtype=dtype)
         self.experts = Experts(routing, config.hidden, dtype)
         if routing.shared:
             self.shared_expert = GatedMLP(config, dtype, routing.shared)
-            self.shared_expert_gate = nn.Linear(config.hidden, 1, bias=False, dtype=dtype)
+            self.shared_expert_gate = Linear(config.hidden, 1, bias=False, dtype=dtype)
 
     def choose_layout(self, module: str, names: Container[str]) -> None:
         """Take the layout that these names of a checkpoint have; the stacked one if they have none."""
