@@ -19,7 +19,8 @@ from typing import Any
 from offload.errors import ModelLoadError, OffloadConfigError, OffloadConfigWarning
 
 FOLDER = Path(__file__).resolve().parent
-INTERRUPTED = 130
+INTERRUPTED = 130  # 128 + SIGINT, as a shell reports it
+BROKEN_PIPE = 141  # 128 + SIGPIPE
 
 
 def benches() -> dict[str, str]:
@@ -44,7 +45,9 @@ def listing() -> str:
 
 def fatal(message: object) -> None:
     """Print the one line that ends a run that cannot go on, in the form of `python -m offload`."""
-    print(f"offload: fatal: {' '.join(str(message).split())}", file=sys.stderr)
+    text = " ".join(str(message).split()) or type(message).__name__
+    sys.stdout.flush()
+    print(f"offload: fatal: {text}", file=sys.stderr)
 
 
 def print_warning(message: Warning | str, category: type[Warning], *_: Any, **__: Any) -> None:
@@ -56,7 +59,9 @@ def print_warning(message: Warning | str, category: type[Warning], *_: Any, **__
 def run(name: str, argv: Sequence[str]) -> int:
     """Run one bench and turn what it raises into an exit code: 2 usage or config, 3 loading, 1 others, 130 Ctrl-C."""
     try:
-        return importlib.import_module(f"bench.{name}").main(list(argv))
+        code = importlib.import_module(f"bench.{name}").main(list(argv))
+        sys.stdout.flush()
+        return code
     except OffloadConfigError as error:
         fatal(error)
         return 2
@@ -69,8 +74,8 @@ def run(name: str, argv: Sequence[str]) -> int:
     except BrokenPipeError:
         # Whoever read our output (`| head`) has seen enough; the interpreter must not fail again when it flushes.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
-    except (ValueError, RuntimeError, OSError) as error:
+        return BROKEN_PIPE
+    except (ValueError, RuntimeError, MemoryError, OSError) as error:
         fatal(error)
         return 1
     except ModuleNotFoundError as error:

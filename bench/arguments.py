@@ -18,7 +18,8 @@ class Parser(argparse.ArgumentParser):
     """argparse whose complaint is raised, and so is printed in the one form and with the one code of usage errors."""
 
     def error(self, message: str) -> NoReturn:
-        raise OffloadConfigError(f"{message} (see {self.prog} --help)")
+        words = (word if len(word) <= 80 else f"{word[:77]}..." for word in message.split())
+        raise OffloadConfigError(f"{' '.join(words)} (see {self.prog} --help)")
 
 
 def parser(name: str, doc: str) -> Parser:

@@ -46,6 +46,7 @@ def test_the_bench_decides_the_exit_code(a_bench, capsys):
         (ModelLoadError("no folder"), 3, "no folder"),
         (ValueError("too long"), 1, "too long"),
         (RuntimeError("lost"), 1, "lost"),
+        (MemoryError(), 1, "MemoryError"),
         (ModuleNotFoundError("No module named 'x'", name="x"), 1, "x is missing: pip install -e '.[bench]'"),
         (KeyboardInterrupt(), 130, "interrupted"),
     ],
@@ -55,6 +56,14 @@ def test_what_is_raised_is_one_line_and_a_code(a_bench, capsys, error, code, lin
     assert bench_main.main(["probe_of_a_test"]) == code
     captured = capsys.readouterr()
     assert captured.err == f"offload: fatal: {line}\n" and captured.out == ""
+
+
+def test_a_usage_error_is_one_line_with_long_words_cut(capsys):
+    assert bench_main.main(["budget", "--model", "x", "y" * 500]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert (
+        line.startswith("offload: fatal: ") and len(line) < 200 and line.endswith("(see python -m bench budget --help)")
+    )
 
 
 def test_a_defect_keeps_its_traceback(a_bench):
