@@ -1,4 +1,4 @@
-"""Linear layers of our own models: the quick way for one bf16 row, and the twin for a host weight with the same bits."""
+"""Linear layers of our own models: the quick way for one bf16 row, and the twin with the same bits on the host."""
 
 import pytest
 import torch
