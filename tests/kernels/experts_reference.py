@@ -51,9 +51,13 @@ def assert_accurate(y: torch.Tensor, layer: Layer) -> None:
     layer = Layer(*(each.to(layer.x.device) for each in layer.arguments()))
     reference = exact(layer)
     assert y.shape == layer.x.shape and y.dtype == layer.x.dtype
-    # Torch's fp32 product of a single row is unusually exact: the yardstick is a layer of many tokens.
+    # Torch's fp32 product of a single row is unusually exact, and few tokens may cancel: it is also measured on many.
     E, double, H = layer.w13.shape
     many = random_layer(64, E, H, double // 2, layer.topk_ids.shape[1], layer.x.dtype, layer.x.device)
-    allowed = max(2 * error(experts_by_torch(*many.arguments()), exact(many)), FLOOR)
+    torchs = (
+        error(experts_by_torch(*many.arguments()), exact(many)),
+        error(experts_by_torch(*layer.arguments()), reference),
+    )
+    allowed = max(2 * max(torchs), FLOOR)
     measured = error(y, reference)
     assert measured <= allowed, f"relative error {measured:.3g}, allowed {allowed:.3g}"

@@ -19,8 +19,8 @@ SHAPES = {  # T, E, H, I, k; interpreted tiles hold 16 tokens
     "tile": (16, 4, 64, 128, 2),
     "ring": (40, 3, 131, 67, 2),
     "all-experts": (33, 4, 65, 33, 4),
-    "one-expert": (21, 1, 40, 24, 1),
-    "tiny": (3, 2, 5, 3, 1),
+    "one-expert": (21, 1, 72, 40, 1),
+    "narrow": (50, 3, 20, 12, 1),
 }
 
 
