@@ -2,8 +2,9 @@
 
 Tokens are interleaved: for every token of the other library each of our arms makes one, so that whatever the machine
 does meanwhile happens to all. The arms are our engine without offload, with everything offloaded by uva and by
-prefetch, the matrix-vector products of a step alone (no step can be faster), and a plain copy of the bytes that
-prefetch moves. Times are medians per token.
+prefetch, the matrix-vector products of a step alone (no step can be faster), by our layers and by torch's, and a plain
+copy of the bytes that prefetch moves. Against accelerate, which keeps every weight on the host too, transformers' own
+model runs beside it, plain and offloaded in place by `offload_`. Times are medians per token.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,15 +27,18 @@ from bench import arguments
 from bench.arms import NO_OFFLOAD, budget, default_budgets, offloadable_bytes, pasteable
 from bench.machine import document, machine, save
 from bench.measure import prompts
-from bench.others import LIBRARIES
+from bench.others import LIBRARIES, InPlace
 from bench.rows import Row, render
 from bench.subject import Subject, subject_of
 from offload.config import OffloadConfig
+from offload.device import Device
 from offload.engine import Engine
 from offload.errors import OffloadConfigError
 from offload.report import MemoryReport
 
-OURS, UVA, PREFETCH, PRODUCTS, COPY = "none", "uva", "prefetch", "products alone", "plain copy"
+OURS, UVA, PREFETCH, COPY = "none", "uva", "prefetch", "plain copy"
+PRODUCTS, TORCH_PRODUCTS = "products alone", "torch's products alone"
+PLAIN, IN_PLACE = "transformers plain", "transformers offload_"
 LEAST_SPEEDUP = 1.2
 LEAST_UVA_SHARE = 0.95
 
@@ -75,15 +80,21 @@ def configurations(subject: Subject) -> dict[str, OffloadConfig]:
     }
 
 
-def matrix_products(model: nn.Module) -> Step:
-    """Every matrix of one decode step times one vector, in the model's order and dtype, and nothing else."""
-    matrices = [module.weight for module in model.modules() if isinstance(module, nn.Linear)]
-    vectors = [torch.randn(1, matrix.shape[1], dtype=matrix.dtype, device=matrix.device) for matrix in matrices]
+def matrix_products(model: nn.Module, by_torch: bool = False) -> Step:
+    """Every matrix of one decode step times one vector, in the model's order and dtype, and nothing else.
+
+    Args:
+        model: whose linear layers are called.
+        by_torch: call `F.linear` on their weights instead.
+    """
+    layers = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    vectors = [torch.randn(1, each.in_features, dtype=each.weight.dtype, device=each.weight.device) for each in layers]
+    products = [partial(linear, weight=each.weight, bias=each.bias) if by_torch else each for each in layers]
 
     @torch.inference_mode()
     def step() -> None:
-        for matrix, vector in zip(matrices, vectors, strict=True):
-            linear(vector, matrix)
+        for product, vector in zip(products, vectors, strict=True):
+            product(vector)
 
     return step
 
@@ -139,7 +150,7 @@ class Result:
     """
 
     samples_s: dict[str, list[float]]
-    memory: dict[str, MemoryReport]
+    memory: dict[str, MemoryReport | None]
     alike: int
     compared: int
     device: str
@@ -163,18 +174,32 @@ def interleave(subject: Subject, library: str, prompt: int, tokens: int, rounds:
         (text,) = prompts(1, prompt, engines[OURS].parts.vocabulary)
         alone = {
             PRODUCTS: matrix_products(engines[OURS].parts.model),
+            TORCH_PRODUCTS: matrix_products(engines[OURS].parts.model, by_torch=True),
             COPY: plain_copy(engines[PREFETCH].report().offloaded_bytes, device.torch_device),
         }
+        foreign = in_place(subject, device) if library == "accelerate" else {}
+        for each in foreign.values():
+            owned.callback(each.close)
         for index in tqdm(range(rounds + 1), desc="generate", unit="round", disable=None):
             arms = {name: Arm(engine, text, tokens) for name, engine in engines.items()}
-            watch = Stopwatch({**arms, **alone}, device.synchronise)
+            for each in foreign.values():
+                each.start(text)
+            watch = Stopwatch({**arms, **foreign, **alone}, device.synchronise)
             theirs = other.generate(text, tokens, watch)
             if index:
                 alike += agreeing(arms[OURS].tokens, theirs)
                 for name, values in watch.samples_s.items():
                     samples.setdefault(name, []).extend(values)
-        memory = {name: engine.report() for name, engine in engines.items()}
+        memory = {name: each.report() for name, each in {**engines, **foreign}.items()}
         return Result(samples, memory, alike, rounds * (tokens + 1), device.name)
+
+
+def in_place(subject: Subject, device: Device) -> dict[str, InPlace]:
+    """transformers' own model, as it is and with every layer's weights on the host."""
+    return {
+        PLAIN: InPlace(subject, device, None),
+        IN_PLACE: InPlace(subject, device, configurations(subject)[UVA]),
+    }
 
 
 def agreeing(mine: Sequence[int], theirs: Sequence[int]) -> int:
@@ -193,12 +218,17 @@ def targets_of(result: Result, library: str) -> list[Target]:
     if library == "transformers":
         speedup = result.median_s(library) / ours
         found.insert(0, Target("times as fast as transformers", speedup, LEAST_SPEEDUP, ""))
+    if library == "accelerate":
+        share = result.median_s(PLAIN) / result.median_s(IN_PLACE)
+        found.append(Target("offload_, share of the plain model's speed", share, LEAST_UVA_SHARE, ""))
     return found
 
 
 def rows_of(result: Result, subject: Subject, tokens: int) -> list[Row]:
     """One row per arm; those that are not ours have no configuration."""
-    rows, configs = [], configurations(subject)
+    configs: dict[str, OffloadConfig] = configurations(subject)
+    configs[IN_PLACE] = configs[UVA]
+    rows = []
     for name, samples in result.samples_s.items():
         step_s, memory = statistics.median(samples), result.memory.get(name)
         moved = memory.offloaded_bytes if memory else None
@@ -252,10 +282,11 @@ def main(argv: Sequence[str]) -> int:
     subject = subject_of(args)
     result = interleave(subject, args.against, args.n_prompt, args.n_gen, args.repetitions)
     rows, targets = rows_of(result, subject, args.n_gen), targets_of(result, args.against)
-    share = result.median_s(PRODUCTS) / result.median_s(OURS)
+    products, by_torch = result.median_s(PRODUCTS), result.median_s(TORCH_PRODUCTS)
     facts = [
         *map(str, targets),
-        f"matrix-vector products alone: {share:.0%} of our step",
+        f"matrix-vector products alone: {products / result.median_s(OURS):.0%} of our step",
+        f"the same products by F.linear: {by_torch / products:.2f} times as long",
         f"tokens chosen alike before the first difference: {result.alike} of {result.compared}",
     ]
     title = f"{subject.name} on {result.device}: one token, everything interleaved, medians"

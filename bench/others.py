@@ -13,7 +13,10 @@ from typing import Any, Protocol
 import torch
 
 from bench.subject import Subject
+from offload import offload_
+from offload.config import OffloadConfig
 from offload.device import Device
+from offload.report import MemoryReport
 
 
 class Watch(Protocol):
@@ -68,6 +71,45 @@ class Transformers:
                 stopping_criteria=[turns],
             )
         return answer[0, len(text) :].tolist()
+
+
+class InPlace:
+    """A model of transformers that makes one token a call; with a configuration, offloaded in place by `offload_`.
+
+    Args:
+        subject: a folder with safetensors.
+        device: open.
+        config: what is offloaded; None leaves the model as it is.
+    """
+
+    def __init__(self, subject: Subject, device: Device, config: OffloadConfig | None) -> None:
+        from transformers import AutoModelForCausalLM
+
+        model = AutoModelForCausalLM.from_pretrained(subject.path, dtype=subject.dtype or "auto").eval()
+        self._model = model.to(device.torch_device)
+        self._handle = offload_(model, config, device=device) if config else None
+        self._device = device.torch_device
+        self._cache: Any = None
+        self._last: torch.Tensor | None = None
+
+    def start(self, text: Sequence[int]) -> None:
+        """Run a prompt with a fresh cache."""
+        self._cache, self._last = None, torch.tensor([list(text)], device=self._device)
+        self()
+
+    def __call__(self) -> None:
+        with torch.inference_mode():
+            out = self._model(self._last, past_key_values=self._cache, use_cache=True, logits_to_keep=1)
+        self._cache, self._last = out.past_key_values, out.logits[:, -1:].argmax(-1)
+
+    def report(self) -> MemoryReport | None:
+        """Memory of the offloaded model."""
+        return self._handle.report() if self._handle else None
+
+    def close(self) -> None:
+        """Give the host memory back."""
+        if self._handle:
+            self._handle.close()
 
 
 class Accelerate(Transformers):

@@ -33,7 +33,7 @@ class Linear(nn.Linear):
 
     torch sends `F.linear` of one bf16 row to a general product that reads the weight more slowly than `mv` does:
     225 us instead of 151 for (960, 576) on one core of an AVX-512 Xeon. In fp16 `mv` is the slower one, in fp32 they
-    are equal. `python -m bench generate` times both.
+    are equal. `python -m bench generate` times both ways.
     """
 
     _product = staticmethod(functional.linear)

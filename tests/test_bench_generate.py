@@ -28,14 +28,18 @@ def test_every_arm_makes_the_same_number_of_tokens_and_the_same_ones(folder, tmp
     words = ["--model", str(folder), "--device", "cpu", "-n", "4", "-p", "5", "-r", "2", "-o", "json"]
     assert main(["generate", "--against", library, *words, "--save", str(tmp_path / "kept.json")]) == 0
     rows = {row["backend"]: row for row in json.loads(capsys.readouterr().out)["rows"]}
-    assert set(rows) == {library, "none", "uva", "prefetch", "products alone", "plain copy"}
+    foreign = {"transformers plain", "transformers offload_"} if library == "accelerate" else set()
+    alone = {"products alone", "torch's products alone", "plain copy"}
+    assert set(rows) == {library, "none", "uva", "prefetch", *alone, *foreign}
     assert all(len(row["samples_s"]) == 8 and min(row["samples_s"]) > 0 for row in rows.values())
     assert rows["none"]["offloaded_bytes"] == 0
     assert rows["uva"]["offloaded_bytes"] == rows["prefetch"]["offloaded_bytes"] > 0
     kept = json.loads((tmp_path / "kept.json").read_text())
     # In fp32 there are no ties: the same tokens, or one of both is wrong. Two rounds of five tokens.
     assert "tokens chosen alike before the first difference: 10 of 10" in kept["facts"]
-    assert len(kept["targets"]) == (3 if library == "transformers" else 2)
+    if foreign:
+        assert rows["transformers offload_"]["offloaded_bytes"] > 0
+    assert len(kept["targets"]) == 3
 
 
 @pytest.mark.parametrize(
@@ -54,10 +58,13 @@ def test_what_cannot_be_compared_is_refused(capsys, words, line):
 
 def test_targets_compare_medians_with_their_limits():
     times = {"none": 2.0, "uva": 2.5, "prefetch": 2.9, "plain copy": 1.0, "transformers": 2.4, "products alone": 1.5}
+    times |= {"transformers plain": 4.0, "transformers offload_": 5.0}
     result = Result({name: [value, 99.0, value / 9, value, value] for name, value in times.items()}, {}, 0, 0, "cpu")
     speedup, uva, prefetch = targets_of(result, "transformers")
     assert speedup.value == pytest.approx(1.2) and speedup.limit == 1.2
     assert uva.value == pytest.approx(0.8) and not uva.is_reached
+    *_, in_place = targets_of(result, "accelerate")
+    assert in_place.value == pytest.approx(0.8) and not in_place.is_reached
     assert prefetch.limit == pytest.approx(3000) and prefetch.value == pytest.approx(2900) and prefetch.is_reached
 
 
@@ -81,9 +88,11 @@ def test_a_round_gives_every_arm_one_turn_and_waits_for_the_device():
 def test_products_are_those_of_every_linear_layer_and_a_tied_head():
     model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.RMSNorm(3), torch.nn.Linear(3, 5, bias=False))
     seen = []
-    with _Counting(seen):
-        matrix_products(model)()
-    assert seen == [(1, 3), (1, 5)]
+    for by_torch in (False, True):
+        seen.clear()
+        with _Counting(seen):
+            matrix_products(model, by_torch)()
+        assert seen == [(1, 3), (1, 5)]
 
 
 class _Counting(torch.utils._python_dispatch.TorchDispatchMode):
