@@ -18,6 +18,7 @@ ROW_BYTES = 8192  # of the matrix that the probe's kernel reads
 _COPY_BYTES = 256 << 20
 _MOST_REQUEST_BYTES = 2048  # four steps a row: below that nothing is pipelined
 _WORD = 1 << 32
+_BLOCK_WORDS = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -119,12 +120,18 @@ def rates_of(found: Sequence[Measurement]) -> LinkRates:
 
 
 def host_words(size_bytes: int) -> torch.Tensor:
-    """Host memory with something in every word: (rows, row words) int32."""
+    """Host memory whose words count up, modulo 2^32, so that up to 16 GiB all differ: (rows, row words) int32."""
     words = torch.empty((size_bytes // ROW_BYTES, ROW_BYTES // 4), dtype=torch.int32)
-    for first in range(0, len(words), 8192):
-        block = words[first : first + 8192]
-        torch.arange(first * words.shape[1], first * words.shape[1] + block.numel(), out=block.view(-1))
+    flat, block = words.view(-1), torch.arange(min(words.numel(), _BLOCK_WORDS), dtype=torch.int32)
+    for first in range(0, flat.numel(), _BLOCK_WORDS):
+        part = flat[first : first + _BLOCK_WORDS]
+        torch.add(block[: part.numel()], as_signed(first), out=part)
     return words
+
+
+def as_signed(word: int) -> int:
+    """A word modulo 2^32 as int32 has it."""
+    return (word + _WORD // 2) % _WORD - _WORD // 2
 
 
 def checksum(words: torch.Tensor) -> int:

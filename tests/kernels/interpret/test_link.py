@@ -30,6 +30,10 @@ def test_host_words_are_all_different():
     assert torch.equal(words.view(-1), torch.arange(words.numel(), dtype=torch.int32))
 
 
+def test_words_go_on_where_int32_ends():
+    assert [link.as_signed(word) for word in (0, 2**31 - 1, 2**31, 2**32 - 1, 2**32)] == [0, 2**31 - 1, -(2**31), -1, 0]
+
+
 def point(engine: str, footprint_bytes: int, bytes_per_s: float) -> link.Measurement:
     return link.Measurement(engine, footprint_bytes, 8, 4, 128, footprint_bytes / bytes_per_s, bytes_per_s)
 
