@@ -86,6 +86,16 @@ def _product(left: int, right: int) -> Rule:
     return rule
 
 
+def _matrix_vector(matrix: int) -> Rule:
+    """A matrix, argument number `matrix`, times the vector after it."""
+
+    def rule(args: Sequence[Any], kwargs: dict[str, Any], made: list[Tensor]) -> Work:
+        flops = 2 * args[matrix].numel()
+        return Work(reads=moved(flatten(args)), writes=moved(made), flops=flops, single=is_single(args[matrix]))
+
+    return rule
+
+
 def _attention(args: Sequence[Any], kwargs: dict[str, Any], made: list[Tensor]) -> Work:
     query, key, value = args[:3]
     rows, length = query.shape[-2], key.shape[-2]
@@ -114,6 +124,8 @@ RULES: dict[str, Rule] = {
     "matmul": _product(0, 1),
     "addmm": _product(1, 2),
     "baddbmm": _product(1, 2),
+    "mv": _matrix_vector(0),
+    "addmv": _matrix_vector(1),
     "scaled_dot_product_attention": _attention,
     "embedding": _look_up,
     "index": _look_up,

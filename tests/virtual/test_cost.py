@@ -176,6 +176,14 @@ def test_products_under_other_names(device):
         assert demands["flops"] == flops
 
 
+def test_a_matrix_times_a_vector(device):
+    matrix, vector, bias = on_device(device, 32, 64), on_device(device, 64), on_device(device, 32)
+    for product in (lambda: torch.mv(matrix, vector), lambda: torch.addmv(bias, matrix, vector)):
+        [(_, demands)] = charged(device, product)
+        assert demands["flops"] == 2 * 32 * 64
+        assert 2 * (32 * 64 + 64 + 32) <= demands["hbm"] <= 2 * (32 * 64 + 64 + 64)
+
+
 def test_products_inside_other_operators(device):
     x, w = on_device(device, 1, 4, 64), on_device(device, 64, 32)
     for product in (lambda: torch.einsum("bij,jk->bik", x, w), lambda: torch.tensordot(x, w, 1)):
