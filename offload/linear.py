@@ -38,6 +38,9 @@ class Linear(nn.Linear):
 
     _product = staticmethod(functional.linear)
 
+    def reset_parameters(self) -> None:
+        """Leave the weight as it is: it is loaded. (Drawing random numbers on `meta` imports a compiler, for 1.5 s.)"""
+
     def forward(self, x: Tensor) -> Tensor:
         """x (..., K) -> (..., N)."""
         if x.is_cpu and x.dtype is torch.bfloat16 and x.numel() == x.shape[-1] and not observed():

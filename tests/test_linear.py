@@ -15,6 +15,8 @@ def layer(cls, dtype, bias):
     torch.manual_seed(1)
     made = cls(67, 45, bias, dtype=dtype)
     made.requires_grad_(False)
+    for parameter in made.parameters():
+        parameter.normal_()
     return made
 
 

@@ -124,7 +124,8 @@ class Decoder(Architecture):
         super().__init__()
         self.config = config
         self.model = nn.Module()
-        self.model.embed_tokens = nn.Embedding(config.vocabulary, config.hidden, dtype=dtype)
+        table = torch.empty(config.vocabulary, config.hidden, dtype=dtype)
+        self.model.embed_tokens = nn.Embedding(config.vocabulary, config.hidden, _weight=table)
         self.model.layers = nn.ModuleList(
             DecoderLayer(config, index, dtype, self.build_mlp(config, index, dtype, raw))
             for index in range(config.layers)
