@@ -38,6 +38,8 @@ $(MODEL)/config.json: | $(INSTALLED)
 
 demo: $(INSTALLED) $(MODEL)/config.json
 	$(BIN)/python -m bench budget --model $(MODEL) -p 128 -n 32 --plot examples/throughput-against-budget.png
+	$(BIN)/python -m bench budget --model $(MODEL) -p 128 -n 16 --device virtual:h200-pcie5 --graph \
+		--plot examples/throughput-against-budget-simulated-h200-pcie5.png
 	$(BIN)/python -m offload generate --model $(MODEL) --chat --max-new-tokens 48 \
 		--offload-config '{"uva": {"cpu_offload_gb": 0.1}}' --prompt 'Why does the moon have phases?'
 
