@@ -54,6 +54,7 @@ class Backend:
         try:
             # Tensors made in inference mode could not be written outside of it, whoever runs the model later.
             with torch.inference_mode(False):
+                device.require(*self._needed_bytes())
                 self._reserve()
         except BaseException:
             self.close()
@@ -61,13 +62,23 @@ class Backend:
 
     # -- memory -----------------------------------------------------------------------------------------------------
 
+    def _needed_bytes(self) -> tuple[int, int]:
+        """Host and device memory that `_reserve` will ask for, so that what does not fit is refused as a whole."""
+        _, device_bytes = laid_out([weight.nbytes for weight in self._resident_weights().values()])
+        return 0, device_bytes
+
     def _reserve(self) -> None:
         """Allocate everything; a subclass places what is on the host first, and the rest is resident."""
-        resident = {w.storage: w for w in self._weights.values() if w.storage not in self._tensors}
+        resident = self._resident_weights()
         offsets_bytes, nbytes = laid_out([weight.nbytes for weight in resident.values()])
         self._resident = Allocation(self._device, nbytes)
         for (storage, weight), offset in zip(resident.items(), offsets_bytes, strict=True):
             self._tensors[storage] = view(self._resident.memory, offset, weight)
+
+    def _resident_weights(self) -> dict[int, Weight]:
+        """The weights that stay on the device, by storage."""
+        offloaded = {self._weights[name].storage for name in self._plan.offloaded}
+        return {weight.storage: weight for weight in self._weights.values() if weight.storage not in offloaded}
 
     def destination(self, name: str) -> Tensor:
         """Where the loader writes weight `name`: (shape), dtype of the weight, in its final place.

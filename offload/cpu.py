@@ -54,8 +54,12 @@ class CpuDevice(Device):
     def allocate_device(self, nbytes: int) -> Tensor:
         return self._map(nbytes)
 
+    def require(self, host_bytes: int = 0, device_bytes: int = 0) -> None:
+        # One memory, and pages that nothing has written yet still count as free: only the sum tells.
+        require_memory("the host", host_bytes + device_bytes, self.host_memory(), "use a smaller model or dtype")
+
     def _map(self, nbytes: int) -> Tensor:
-        require_memory("the host", nbytes, self.host_memory(), "offload less or use a smaller model")
+        self.require(nbytes)
         return map_anonymous(nbytes)
 
     def device_view(self, host: Tensor) -> Tensor:

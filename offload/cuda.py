@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from offload.device import Device, Event, FreeMemory, Graph, Residency, Stream, require_memory
+from offload.device import Device, Event, FreeMemory, Graph, Residency, Stream
 from offload.errors import ModelLoadError, NotEnoughMemoryError
 from offload.host import free_host_memory, map_anonymous
 from offload.text import gib
@@ -61,7 +61,7 @@ class CudaDevice(Device):
         self.unified = bool(cuda.get_device_properties(index).is_integrated)
 
     def allocate_host(self, nbytes: int) -> Tensor:
-        require_memory("the host", nbytes, self.host_memory(), "offload less, or raise the limit of the cgroup")
+        self.require(host_bytes=nbytes)
         locks = ExitStack()
         host = map_anonymous(nbytes, on_release=locks.close)
         try:
@@ -74,7 +74,7 @@ class CudaDevice(Device):
         return host
 
     def allocate_device(self, nbytes: int) -> Tensor:
-        require_memory(self.name, nbytes, self.device_memory(), "offload more")
+        self.require(device_bytes=nbytes)
         try:
             return torch.empty(nbytes, dtype=torch.uint8, device=self.torch_device)
         except torch.OutOfMemoryError as error:

@@ -88,6 +88,15 @@ class Device(ABC):
     @abstractmethod
     def host_memory(self) -> FreeMemory: ...
 
+    def require(self, host_bytes: int = 0, device_bytes: int = 0) -> None:
+        """Refuse what host and device cannot give at the same time, before any of it is reserved.
+
+        Raises:
+            NotEnoughMemoryError: names what is needed, what there is, and the remedy.
+        """
+        require_memory("the host", host_bytes, self.host_memory(), "offload less, or raise the limit of the cgroup")
+        require_memory(self.name, device_bytes, self.device_memory(), "offload more")
+
     # -- data that crosses to Python: the only two ways ----------------------------------------------------------
 
     @abstractmethod

@@ -24,6 +24,10 @@ class OffloadingBackend(Backend):
 
     _slab: HostSlab | None = None
 
+    def _needed_bytes(self) -> tuple[int, int]:
+        host_bytes, device_bytes = super()._needed_bytes()
+        return host_bytes + sum(self._plan.region_bytes), device_bytes
+
     def _reserve(self) -> None:
         self._slab = HostSlab([self._weights[name] for name in self._plan.offloaded], self._device)
         for name in self._plan.offloaded:

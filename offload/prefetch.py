@@ -146,6 +146,10 @@ class PrefetchBackend(OffloadingBackend):
         self._ring: Ring | None = None
         super().__init__(weights, plan, device, requested_bytes)
 
+    def _needed_bytes(self) -> tuple[int, int]:
+        host_bytes, device_bytes = super()._needed_bytes()
+        return host_bytes, device_bytes + self._plan.slot_bytes
+
     def _reserve(self) -> None:
         super()._reserve()
         for nbytes in self._plan.slot_sizes_bytes:

@@ -14,10 +14,12 @@ from typing import Any
 from torch import Tensor, nn
 
 from offload.allocation import Allocation, view
+from offload.backend import Weight
 from offload.device import Device, Residency
 from offload.hooks import Hook
 from offload.linear import read_in_place, restore_class
 from offload.offloading import OffloadingBackend
+from offload.plan import aligned
 from offload.report import MemoryReport
 
 
@@ -29,11 +31,24 @@ class UvaBackend(OffloadingBackend):
 
     _staging: Allocation | None = None
 
+    def _needed_bytes(self) -> tuple[int, int]:
+        host_bytes, device_bytes = super()._needed_bytes()
+        return host_bytes, device_bytes + self._staging_bytes()
+
     def _reserve(self) -> None:
         super()._reserve()
         self._staged = self._vectors_of_one_layer()
-        largest_bytes = max((self._slab.vectors(layer).numel() for layer in self._plan.offloaded_layers), default=0)
-        self._staging = Allocation(self._device, largest_bytes)
+        self._staging = Allocation(self._device, self._staging_bytes())
+
+    def _staging_bytes(self) -> int:
+        """Size of the largest vector region: a layer's vectors, each under the first layer that uses it."""
+        owners: dict[int, Weight] = {}
+        for name in self._plan.offloaded:
+            owners.setdefault(self._weights[name].storage, self._weights[name])
+        by_layer = dict.fromkeys(self._plan.offloaded_layers, 0)
+        for weight in owners.values():
+            by_layer[weight.layer] += aligned(weight.nbytes) if len(weight.shape) < 2 else 0
+        return max(by_layer.values(), default=0)
 
     def _vectors_of_one_layer(self) -> frozenset[str]:
         layers: dict[int, set[int | None]] = {}

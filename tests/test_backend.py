@@ -11,7 +11,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from offload.backend import Backend, make_backend, specs_of, weights_of
 from offload.config import OffloadConfig
 from offload.cpu import CpuDevice
-from offload.errors import ModelLoadError
+from offload.device import FreeMemory
+from offload.errors import ModelLoadError, NotEnoughMemoryError
 from offload.linear import HostLinear
 from offload.plan import Plan, aligned, plan
 from offload.prefetch import PrefetchBackend
@@ -187,6 +188,56 @@ def test_survivors_are_every_resident_weight_if_only_a_bare_view_is_left() -> No
     backend.close()
     assert set(backend.report().survivors) == {w.name for w in weights_of(model, model.layers)}
     del kept
+
+
+class _Ledger(CpuDevice):
+    """Notes what it is asked for: first as a whole, then piece by piece; and may have less memory than it has."""
+
+    def __init__(self, free_bytes: int = 2**40) -> None:
+        super().__init__()
+        self.free_bytes = free_bytes
+        self.required: list[tuple[int, int]] = []
+        self.allocated = {"host": 0, "device": 0}
+
+    def host_memory(self) -> FreeMemory:
+        return FreeMemory(self.free_bytes, 2**40)
+
+    def require(self, host_bytes: int = 0, device_bytes: int = 0) -> None:
+        if not any(self.allocated.values()):
+            self.required.append((host_bytes, device_bytes))
+        super().require(host_bytes, device_bytes)
+
+    def allocate_host(self, nbytes: int) -> torch.Tensor:
+        tensor = super().allocate_host(nbytes)
+        self.allocated["host"] += nbytes
+        return tensor
+
+    def allocate_device(self, nbytes: int) -> torch.Tensor:
+        tensor = super().allocate_device(nbytes)
+        self.allocated["device"] += nbytes
+        return tensor
+
+
+def _shared() -> Toy:
+    model = Toy([3, 4, 5, 6])
+    model.layers[2].norm = model.layers[0].norm
+    model.layers[3].up.bias = nn.Parameter(torch.randn(6))
+    model.layers[1].gain = model.layers[3].gain
+    return model
+
+
+@EVERY
+def test_memory_is_asked_for_as_a_whole_before_any_is_reserved(config: object) -> None:
+    device = _Ledger()
+    backend, _ = offloaded(_shared(), config, device)
+    host_bytes, device_bytes = device.allocated["host"], device.allocated["device"]
+    assert device.required[0] == (host_bytes, device_bytes)
+    assert backend.report().device_bytes == device_bytes
+    offloaded(_shared(), config, _Ledger(host_bytes + device_bytes))
+    starved = _Ledger(host_bytes + device_bytes - 1)
+    with pytest.raises(NotEnoughMemoryError, match=r"not enough memory on the host: needs .* has .*; use a smaller"):
+        offloaded(_shared(), config, starved)
+    assert not any(starved.allocated.values())
 
 
 @EVERY
