@@ -12,6 +12,7 @@ import os
 import threading
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from io import FileIO
 from pathlib import Path
 
 import torch
@@ -41,7 +42,7 @@ class Reader:
     def __init__(self, entries: Mapping[str, Entry], device: Device) -> None:
         self._entries = entries
         self._device = device
-        self._files: dict[Path, int] = {}
+        self._files: dict[Path, FileIO] = {}
         self._helper = ThreadPoolExecutor(max_workers=1, thread_name_prefix="offload-read")
         self._stopped = threading.Event()
         self._scratch = (_Scratch(), _Scratch())
@@ -74,7 +75,7 @@ class Reader:
         self._stopped.set()
         self._helper.shutdown(wait=True)
         while self._files:
-            os.close(self._files.popitem()[1])
+            self._files.popitem()[1].close()
         if self._staging is not None:
             # The buffers must not go back to the system while a copy still reads them.
             self._device.synchronise()
@@ -96,7 +97,7 @@ class Reader:
         if other:
             other.result()
 
-    def _copy(self, file: int, entry: Entry, first: int, flat: Tensor, scratch: _Scratch) -> None:
+    def _copy(self, file: FileIO, entry: Entry, first: int, flat: Tensor, scratch: _Scratch) -> None:
         """Read into `flat`, chunk by chunk, until it is full or the reader is stopped."""
         itemsize = entry.dtype.itemsize
         step = CHUNK_BYTES // max(itemsize, flat.itemsize)
@@ -122,10 +123,11 @@ class Reader:
             self._device.copy(piece, staged)
             self._turn = 1 - self._turn
 
-    def _open(self, path: Path) -> int:
+    def _open(self, path: Path) -> FileIO:
+        # An object and no number: should Ctrl-C come while the reader is closed, the file still goes with the reader.
         if path not in self._files:
             try:
-                self._files[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+                self._files[path] = FileIO(path)
             except OSError as error:
                 raise ModelLoadError(f"{path.name} cannot be read any more ({error.strerror}): load again") from error
         return self._files[path]
@@ -143,13 +145,13 @@ class _Scratch:
         return self._bytes[: elements * dtype.itemsize].view(dtype)
 
 
-def _read_exactly(file: int, entry: Entry, offset_bytes: int, target: Tensor) -> None:
+def _read_exactly(file: FileIO, entry: Entry, offset_bytes: int, target: Tensor) -> None:
     """Fill `target`, which is contiguous host memory, from a place in a file."""
     done, total = 0, target.nbytes
     while done < total:
         buffer = (ctypes.c_char * (total - done)).from_address(target.data_ptr() + done)
         try:
-            count = os.preadv(file, [buffer], offset_bytes + done)
+            count = os.preadv(file.fileno(), [buffer], offset_bytes + done)
         except OSError as error:
             what = f"{entry.label}: tensor {shortened(entry.name)} cannot be read ({error.strerror})"
             raise ModelLoadError(f"{what}: check the disk") from error

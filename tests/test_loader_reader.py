@@ -1,7 +1,9 @@
 """Bytes on their way: conversion, splitting, the staging buffers, and failures that leave nothing behind."""
 
+import gc
 import os
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -147,6 +149,26 @@ def test_closing_ends_the_thread_and_the_files_and_may_be_repeated(tmp_path):
     reader.close()
     reader.close()
     assert not threads() and open_files() == before
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+@pytest.mark.usefixtures("small_pieces")
+def test_closing_that_is_interrupted_leaves_neither_thread_nor_file(tmp_path, monkeypatch):
+    before = open_files()
+    reader = opened(tmp_path / "x.safetensors", {"x": torch.ones(100)})
+    reader.read_into("x", torch.empty(100))
+    [helper] = [each for each in threading.enumerate() if each.name.startswith("offload")]
+
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ThreadPoolExecutor, "shutdown", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        reader.close()
+    del reader
+    gc.collect()
+    helper.join(timeout=30)
+    assert not helper.is_alive() and open_files() == before
 
 
 @pytest.mark.parametrize("cut_bytes", [4, 300], ids=["in this thread's half", "in both halves"])
