@@ -101,6 +101,7 @@ def assemble(
         tokenizer = open_tokenizer(folder)
         if needs_text and tokenizer is None:
             raise ModelLoadError(f"{shortened(str(folder))} has no tokenizer.json: text cannot be read without it")
+        ends = end_tokens(folder, described)
         for text in (*config.warnings, *planned.warnings):
             warnings.warn(text, OffloadConfigWarning, stacklevel=3)
         load_weights(source, model, backend.destination, device)
@@ -116,7 +117,7 @@ def assemble(
             device=device,
             dtype=weights[0].dtype,
             tokenizer=tokenizer,
-            end_tokens=end_tokens(folder, described),
+            end_tokens=ends,
             vocabulary=described["vocab_size"],
             owned=owned.pop_all(),
         )
@@ -184,13 +185,22 @@ def require_own_memory(device: Device, config: OffloadConfig) -> None:
 
 
 def end_tokens(folder: Path, described: Mapping[str, Any]) -> frozenset[int]:
-    """Return the tokens that end an answer: those of `generation_config.json`, else of `config.json`; maybe none."""
+    """Return the tokens that end an answer: those of `generation_config.json`, else of `config.json`; maybe none.
+
+    Raises:
+        ModelLoadError: what stands there are no tokens.
+    """
     path = folder / "generation_config.json"
     generation = read_json_object(path, "download it again") if path.is_file() else {}
-    for source in (generation, described):
+    for source, name in ((generation, path.name), (described, "config.json")):
         found = source.get("eos_token_id")
         if found is not None:
-            return frozenset(found if isinstance(found, list) else [found])
+            tokens = found if isinstance(found, list) else [found]
+            if not all(isinstance(token, int) for token in tokens):
+                raise ModelLoadError(
+                    f"{name}: eos_token_id is {shortened(found)}: it must be a token or a list of them"
+                )
+            return frozenset(tokens)
     return frozenset()
 
 

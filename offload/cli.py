@@ -5,6 +5,7 @@ and `run(arguments) -> exit code`. Those modules import torch only when they run
 """
 
 import argparse
+import contextlib
 import importlib
 import os
 import pkgutil
@@ -42,11 +43,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code: 0; 1 if generating failed; 2 for a wrong configuration or usage; 3 if the model cannot be loaded;
         130 after Ctrl-C; 141 if the reader of stdout left.
     """
+    _open_missing_streams()
     with warnings.catch_warnings():
         warnings.simplefilter("always", OffloadConfigWarning)
         warnings.showwarning = _print_warning
         code = _exit_code(lambda: _run(argv))
         return _exit_code(lambda: _flushed(code))
+
+
+def _open_missing_streams() -> None:
+    """Python has None for a stream that was closed before the process began (`>&-`): nothing is there to use."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))
 
 
 def _run(argv: Sequence[str] | None) -> int:
@@ -105,7 +114,8 @@ def _discard_stdout() -> None:
 
 def _fatal(error: BaseException, code: int) -> int:
     text = " ".join(str(error).split()) or type(error).__name__
-    print(f"offload: fatal: {text}", file=sys.stderr)
+    with contextlib.suppress(OSError):  # nobody reads stderr: the code still says what happened
+        print(f"offload: fatal: {text}", file=sys.stderr)
     return code
 
 

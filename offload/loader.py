@@ -6,6 +6,7 @@ sizes only, `load_weights` moves the bytes when the destinations exist.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from math import prod
 from pathlib import Path
@@ -120,7 +121,9 @@ class _Bar(tqdm):
 
     def __init__(self, total_bytes: int) -> None:
         look = {"desc": "loading weights", "unit": "B", "unit_scale": True, "leave": False}
-        super().__init__(total=total_bytes, disable=None, **look)
+        # A process without a stderr (a daemon's) has None there.
+        is_seen = sys.stderr is not None and sys.stderr.isatty()
+        super().__init__(total=total_bytes, disable=not is_seen, **look)
 
 
 def _require_all(architecture: str, asked: set[str], left_out: list[str]) -> None:

@@ -164,3 +164,25 @@ def test_the_module_and_its_exit_code():
     )
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr == "offload: fatal: Invalid JSON: EOF while parsing an object at line 1 column 1\n"
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-"], ids=["stdin", "stdout", "stderr"])
+def test_a_stream_that_was_closed_before_is_not_missed(tiny_folder, closed):
+    line = f'exec "$@" {closed}'
+    generate = [sys.executable, "-m", "offload", "generate", "--model", str(tiny_folder), "--max-new-tokens", "1"]
+    command = ["sh", "-c", line, "sh", *generate, "--prompt", "-", "--device", "cpu"]
+    done = subprocess.run(command, input="" if closed == "<&-" else "Hi", capture_output=True, text=True)
+    assert "Traceback" not in done.stderr
+    if closed == "<&-":
+        assert (done.returncode, done.stderr) == (1, "offload: fatal: prompt 0 is empty: give at least one token\n")
+    else:
+        assert done.returncode == 0 and "[offload]" not in done.stdout
+
+
+def test_nobody_reads_the_reason_and_the_code_still_tells_it():
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "offload", "inspect", "--offload-config", "{"]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=writer, text=True)
+    os.close(writer)
+    assert done.returncode == 2 and done.stdout == ""

@@ -55,6 +55,14 @@ def test_chat_uses_the_template(capsys, tiny_folder):
     assert (code, out) == (0, expected)
 
 
+@pytest.mark.parametrize("errors", ["surrogateescape", "strict"])
+def test_a_prompt_that_is_no_text_is_refused_before_the_model_is_looked_for(capsys, monkeypatch, errors):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"h\xff"), "utf-8", errors))
+    code = main(["generate", "--model", "/no/such/folder", "--prompt", "-"])
+    said = "offload: fatal: the prompt has bytes that are not UTF-8 text: convert it to UTF-8\n"
+    assert (code, capsys.readouterr().err) == (1, said)
+
+
 def test_a_seed_repeats(capsys, tiny_folder):
     flags = ("--max-new-tokens", "12", "--temperature", "5", "--seed")
     first, again, other = (generate(capsys, tiny_folder, *flags, seed)[1] for seed in ("3", "3", "4"))

@@ -89,6 +89,12 @@ def test_a_plan_that_offloads_nothing_is_shown_and_refused(capsys, tiny_folder, 
     assert err.splitlines()[-1].startswith('offload: fatal: nothing would be offloaded: selector "experts"')
 
 
+def test_a_model_without_a_name_is_not_no_model(capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    code, out, err = inspect(capsys, UVA, "--model", "")
+    assert (code, out) == (3, "") and "has no config.json" in err
+
+
 def test_a_configuration_is_refused_before_the_folder_is_looked_for(capsys):
     code, out, err = inspect(capsys, "{]", "--model", "/no/such/folder")
     assert (code, out) == (2, "") and "Invalid JSON" in err

@@ -103,6 +103,16 @@ class TestOrder(NoWeightsRead):
         with pytest.raises(offload.ModelLoadError, match="has no tokenizer.json: text cannot be read without it"):
             offload.load(broken, None, "cpu", needs_text=True)
 
+    @pytest.mark.parametrize("file", ["generation_config.json", "config.json"])
+    @pytest.mark.parametrize("ends", ["</s>", [2, [3]], 2.5])
+    def test_then_the_end_tokens(self, broken, folder, file, ends):
+        self.repaired(broken, folder, "config.json", "model.safetensors")
+        (broken / "tokenizer.json").unlink()
+        described = json.loads((broken / file).read_text()) if (broken / file).is_file() else {}
+        (broken / file).write_text(json.dumps({**described, "eos_token_id": ends}))
+        with pytest.raises(offload.ModelLoadError, match=f"^{file}: eos_token_id is .*: it must be a token or a list"):
+            offload.load(broken, None, "cpu")
+
 
 class Unsupported(LlamaForCausalLM):
     """An architecture that makes no promise."""

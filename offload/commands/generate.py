@@ -41,7 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
         ValueError: the prompt cannot be used.
     """
     config = OffloadConfig.from_argument(arguments.offload_config)
-    prompt = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
+    prompt = _prompt(arguments.prompt)
     from offload.engine import load  # imports torch: after what needs none
 
     started_s = time.perf_counter()
@@ -67,6 +67,16 @@ def run(arguments: argparse.Namespace) -> int:
         numbers = f"{stream.rate()}{whose}, {_memory(engine)}, loaded in {load_s:.2f} s"
         print(f"[offload] {numbers}", file=sys.stderr)
     return 0
+
+
+def _prompt(argument: str) -> str:
+    """Return the text to continue; bytes that are none arrive as lone surrogates, or do not decode at all."""
+    try:
+        text = sys.stdin.read() if argument == "-" else argument
+        text.encode()
+    except UnicodeError as error:
+        raise ValueError("the prompt has bytes that are not UTF-8 text: convert it to UTF-8") from error
+    return text
 
 
 @dataclass

@@ -63,7 +63,8 @@ def run(arguments: argparse.Namespace) -> int:
         ModelLoadError: the model's files do not fit together.
     """
     config = OffloadConfig.from_argument(arguments.offload_config)
-    model = planned_model(arguments.model, config, arguments.dtype) if arguments.model else None
+    named = arguments.model is not None
+    model = planned_model(arguments.model, config, arguments.dtype) if named else None
     for text in config.warnings + (model.plan.warnings if model else ()):
         print(f"[offload] offload_config: {text}", file=sys.stderr)
     if arguments.json:
