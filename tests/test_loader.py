@@ -169,6 +169,11 @@ def test_no_bar_and_no_thread_where_stderr_is_no_terminal(tmp_path, capfd):
     assert threads() == before
 
 
+def test_no_bar_in_a_process_without_stderr(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "stderr", None)
+    load(write_folder(tmp_path, checkpoint_tensors()), SmallModel())
+
+
 MEMORY = """
 import sys
 from pathlib import Path
