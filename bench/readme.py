@@ -16,6 +16,7 @@ from typing import Any
 from bench import arguments
 from bench.machine import GIB, REPOSITORY, describe
 from bench.rows import NOT_LOADED, digits, short_config, tokens_per_row
+from offload.virtual.profiles import load_profile
 
 README = REPOSITORY / "README.md"
 RESULTS = REPOSITORY / "bench" / "results"
@@ -138,10 +139,46 @@ def _of_hooks(document: Document) -> Sequence[Figure]:
     return [("hooks, per offloaded layer and pass, dearest backend", worst_s * 1e6, 15.0, " us", True)]
 
 
+def _of_step(document: Document) -> Sequence[Figure]:
+    """Shares of the bound in decode, each backend's best."""
+    decode = [row for row in document["rows"] if row["test"].startswith("tg") and row["share_of_bound"]]
+    best = {
+        backend: max(row["share_of_bound"] for row in decode if row["backend"] == backend)
+        for backend in ("prefetch", "uva")
+    }
+    model = decode[0]["model"]
+    return [
+        (f"{model} half offloaded, decode by prefetch, share of its bound", best["prefetch"], 0.99, "", False),
+        (f"{model} half offloaded, decode by uva, share of its bound", best["uva"], 0.97, "", False),
+    ]
+
+
+def _of_moe(document: Document) -> Sequence[Figure]:
+    """One sequence: bytes of the routed experts alone, and the speed that they leave of 16 times the other way's."""
+    uva, prefetch = (
+        next(row for row in document["rows"] if row["backend"] == backend and row["batch"] == 1)
+        for backend in ("uva", "prefetch")
+    )
+    rates = load_profile(uva["device"].removeprefix("virtual:"))
+    least = 0.9 * 16 * rates.sm_bytes_per_s / rates.ce_bytes_per_s
+    share = uva["bus_bytes_per_step"] / uva["offloaded_bytes"]
+    return [
+        (f"{uva['model']}, experts' bytes over the bus per token, of all", share, 8 / 128, "", True),
+        (f"{uva['model']}, decode by uva over prefetch", prefetch["step_s"] / uva["step_s"], least, "", False),
+    ]
+
+
+def _of_simulation(document: Document) -> Sequence[Figure]:
+    return [(f"real time of: {row['name']}", row["median_s"], row["limit_s"], " s", True) for row in document["rows"]]
+
+
 FIGURES: dict[str, Callable[[Document], Sequence[Figure]]] = {
     "generate": _of_generate,
     "load": _of_load,
     "hooks": _of_hooks,
+    "step": _of_step,
+    "moe": _of_moe,
+    "simulation": _of_simulation,
 }
 KINDS: dict[str, Callable[[Mapping[str, Document]], str]] = {"throughput": throughput, "figures": figures}
 
