@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import math
+from numbers import Real
 
 import torch
 from torch import Tensor
 
 from offload.device import Device
+from offload.text import shortened
+
+LEAST_TEMPERATURE = 1e-20
+"""Below it logits over the temperature are no finite float32 any more, and their softmax is no number."""
 
 
 class Sampler:
@@ -20,12 +25,12 @@ class Sampler:
             drawn as if it were alone; without a seed each gets its own.
 
     Raises:
-        ValueError: the temperature is negative or not finite.
+        ValueError: the temperature or the seed is not usable.
     """
 
     def __init__(self, device: Device, temperature: float = 0.0, seed: int | None = None) -> None:
-        if not (math.isfinite(temperature) and temperature >= 0):
-            raise ValueError(f"temperature is {temperature}: give 0 for the likeliest token, or a positive number")
+        _require_temperature(temperature)
+        _require_seed(seed)
         self._temperature = temperature
         self._shared = seed is not None
         self._generator = None
@@ -41,3 +46,17 @@ class Sampler:
         rows = probabilities[:1] if self._shared else probabilities
         clocks = torch.empty_like(rows).exponential_(generator=self._generator)
         return (probabilities / clocks).argmax(-1, keepdim=True)
+
+
+def _require_temperature(temperature: float) -> None:
+    is_number = isinstance(temperature, Real) and math.isfinite(temperature)
+    if not is_number or not (temperature == 0 or temperature >= LEAST_TEMPERATURE):
+        raise ValueError(
+            f"temperature is {shortened(temperature)}: give 0 for the likeliest token, or a positive number of at "
+            f"least {LEAST_TEMPERATURE:g}"
+        )
+
+
+def _require_seed(seed: int | None) -> None:
+    if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**64):
+        raise ValueError(f"seed is {shortened(seed)}: give an integer from 0 to 2^64 - 1")

@@ -43,8 +43,12 @@ class Tokenizer:
         self._special = dict(special)
 
     def encode(self, text: str) -> list[int]:
-        """Return the tokens of `text`, with the special tokens that the model begins a text with."""
-        return self._fast.encode(text).ids
+        """Return the tokens of `text`, with the special tokens that the model begins a text with.
+
+        Raises:
+            ValueError: it is no Unicode text.
+        """
+        return self._tokens(text, special=True)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of `token_ids`, without special tokens."""
@@ -68,7 +72,13 @@ class Tokenizer:
             text = template.render(messages=messages, add_generation_prompt=True, **self._special)
         except TemplateError as error:
             raise ValueError(f"the chat template refuses these messages: {error}") from error
-        return self._fast.encode(text, add_special_tokens=False).ids
+        return self._tokens(text, special=False)
+
+    def _tokens(self, text: str, special: bool) -> list[int]:
+        try:
+            return self._fast.encode(text, add_special_tokens=special).ids
+        except TypeError as error:  # what the library says of a lone surrogate
+            raise ValueError(f"{shortened(text)} has characters that are no Unicode text: remove them") from error
 
     def stream(self) -> TextStream:
         """Return what turns the tokens of one answer into text as they come."""

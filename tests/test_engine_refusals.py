@@ -232,10 +232,15 @@ class TestGenerate:
         with pytest.raises(ValueError, match="max_new_tokens is .*: give a positive integer"):
             engine.generate([[1]], count)
 
-    @pytest.mark.parametrize("temperature", [-0.1, float("nan"), float("inf")])
+    @pytest.mark.parametrize("temperature", [-0.1, float("nan"), float("inf"), 1e-40, "0.7", None])
     def test_unusable_temperatures(self, temperature, engine):
         with pytest.raises(ValueError, match="temperature is .*: give 0 for the likeliest token, or a positive number"):
             engine.generate([[1]], 1, temperature=temperature)
+
+    @pytest.mark.parametrize("seed", [-1, 2**64, 1.5, True, "3"])
+    def test_unusable_seeds(self, seed, engine):
+        with pytest.raises(ValueError, match="seed is .*: give an integer from 0 to 2\\^64 - 1"):
+            engine.generate([[1]], 1, temperature=1.0, seed=seed)
 
     def test_text_without_a_tokenizer(self, folder, tmp_path):
         for name in ("config.json", "model.safetensors"):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from offload.cpu import CpuDevice
-from offload.sampling import Sampler
+from offload.sampling import LEAST_TEMPERATURE, Sampler
 
 DEVICE = CpuDevice()
 
@@ -38,6 +38,16 @@ def test_a_seed_repeats_the_draws_and_gives_each_row_the_same_numbers():
 def test_a_low_temperature_is_nearly_greedy():
     logits = torch.randn(64, 33)
     assert torch.equal(Sampler(DEVICE, 1e-4, seed=0)(logits)[:, 0], logits.argmax(1))
+
+
+@pytest.mark.parametrize("temperature", [LEAST_TEMPERATURE, 1e-9])
+def test_the_least_temperature_is_greedy_for_any_logits(temperature):
+    logits = torch.randn(64, 33) * 1e4
+    assert torch.equal(Sampler(DEVICE, temperature, seed=0)(logits)[:, 0], logits.argmax(1))
+
+
+def test_the_largest_seed_is_one():
+    assert Sampler(DEVICE, 1.0, seed=2**64 - 1)(torch.randn(2, 5)).shape == (2, 1)
 
 
 def test_bf16_logits_are_drawn_in_float():

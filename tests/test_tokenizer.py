@@ -42,6 +42,13 @@ def test_text_comes_back(text, folder):
     assert all("�" not in piece for piece in pieces)
 
 
+def test_bytes_that_are_no_text_are_refused(folder):
+    tokenizer = open_tokenizer(folder)
+    for ask in (tokenizer.encode, tokenizer.chat):
+        with pytest.raises(ValueError, match=r"h\\udcff.* has characters that are no Unicode text: remove them$"):
+            ask("h\udcff")
+
+
 def test_special_tokens_begin_a_text_but_not_a_conversation(tmp_path):
     fast = Tokenizer(models.WordLevel({"<s>": 0, "a": 1, "b": 2, "?": 3}, unk_token="?"))
     fast.pre_tokenizer = pre_tokenizers.WhitespaceSplit()

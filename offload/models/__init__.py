@@ -61,7 +61,7 @@ def architecture(config: Mapping[str, Any]) -> type[Architecture]:
     """
     names = config.get("architectures")
     name = names[0] if isinstance(names, list) and names else None
-    if name not in _REGISTRY:
+    if not isinstance(name, str) or name not in _REGISTRY:
         raise ModelLoadError(
             f"config.json: architecture {shortened(name)} is not known; known: {', '.join(sorted(_REGISTRY))}"
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,6 +12,9 @@ from offload.models.rope import Rope, read_rope
 from offload.text import shortened
 
 Windows = tuple[int | None, ...]
+
+LARGEST = 2**31
+"""No size of a model reaches it, and the products of smaller ones are numbers that torch can count with."""
 
 
 @dataclass(frozen=True)
@@ -45,14 +49,14 @@ class Reader:
     def count(self, key: str, least: int = 1) -> int:
         """An integer of at least `least`."""
         value = self._value(key)
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            wanted = "a positive integer" if least == 1 else f"an integer, {least} or more"
-            raise ModelLoadError(f"config.json: {key} is {shortened(value)}: it must be {wanted}")
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value < LARGEST:
+            wanted = "a positive integer" if least == 1 else f"an integer of at least {least}"
+            raise ModelLoadError(f"config.json: {key} is {shortened(value)}: it must be {wanted} below 2^31")
         return value
 
     def number(self, key: str) -> float:
         value = self._value(key)
-        if isinstance(value, bool) or not isinstance(value, int | float):
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
             raise ModelLoadError(f"config.json: {key} is {shortened(value)}: it must be a number")
         return value
 

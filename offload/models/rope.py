@@ -44,12 +44,12 @@ class Rope:
     options: Mapping[str, Any]
 
     def option(self, name: str) -> float:
-        """One of them that must be a number."""
+        """One of them that must be a positive number."""
         value = self.options.get(name)
-        if isinstance(value, bool) or not isinstance(value, int | float):
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
             raise ModelLoadError(
                 f"config.json: rope_parameters.{name} of rope type {shortened(self.kind)} is {shortened(value)}: "
-                "give a number"
+                "give a positive number"
             )
         return value
 

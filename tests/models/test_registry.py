@@ -1,6 +1,7 @@
 """Which `config.json` is taken, which is refused and with what words, and the order and sizes of the parameters."""
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -30,7 +31,7 @@ def test_unknown_architecture_lists_the_known():
     assert "Qwen2ForCausalLM" in str(refusal.value) and "Qwen3ForCausalLM" in str(refusal.value)
 
 
-@pytest.mark.parametrize("names", [None, [], "LlamaForCausalLM", [3]])
+@pytest.mark.parametrize("names", [None, [], "LlamaForCausalLM", [3], [["LlamaForCausalLM"]]])
 def test_architectures_must_be_a_list_of_names(names):
     with pytest.raises(ModelLoadError, match="is not known; known: "):
         models.architecture({"architectures": names})
@@ -58,7 +59,15 @@ REFUSALS = {
     "rope-list": ({"rope_scaling": [2]}, "rope_scaling is [2]: it must be an object"),
     "rope-factor": ({"rope_scaling": {"type": "linear"}}, 'rope_parameters.factor of rope type "linear" is null'),
     "rope-partial": ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 is not supported; known: 1.0"),
-    "theta": ({"rope_theta": "big"}, 'rope_parameters.rope_theta of rope type "default" is "big": give a number'),
+    "theta": (
+        {"rope_theta": "big"},
+        'rope_parameters.rope_theta of rope type "default" is "big": give a positive number',
+    ),
+    "theta-zero": ({"rope_theta": 0}, 'rope_parameters.rope_theta of rope type "default" is 0: give a positive number'),
+    "factor-zero": ({"rope_scaling": {"type": "linear", "factor": 0}}, "rope_parameters.factor of rope type"),
+    "factor-nan": ({"rope_scaling": {"type": "linear", "factor": math.nan}}, "rope_parameters.factor of rope type"),
+    "eps-nan": ({"rms_norm_eps": math.nan}, "rms_norm_eps is NaN: it must be a number"),
+    "size-too-large": ({"hidden_size": 10**30}, "it must be a positive integer below 2^31"),
 }
 
 
