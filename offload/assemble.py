@@ -19,7 +19,7 @@ from offload.backend import Backend, make_backend, specs_of, weights_of
 from offload.config import OffloadConfig
 from offload.device import Device, open_device
 from offload.errors import ModelLoadError, OffloadConfigWarning
-from offload.folder import model_folder, read_config, read_json_object
+from offload.folder import expanded, model_folder, read_config, read_json_object
 from offload.loader import LoadFormat, load_weights, open_source
 from offload.models import Architecture, architecture, build
 from offload.plan import Plan, plan
@@ -75,7 +75,7 @@ class Parts:
 def assemble(
     path: str | Path,
     offload_config: OffloadConfig | Mapping[str, Any] | str | None,
-    device: Device | str | None,
+    device: Device | torch.device | str | None,
     dtype: torch.dtype | str | None,
     load_format: LoadFormat,
     max_context: int | None,
@@ -129,7 +129,7 @@ def read_model(path: str | Path, load_format: LoadFormat) -> tuple[Path, dict[st
     Raises:
         ModelLoadError: there is no such folder or file, or it is no `config.json` of a model that can be read.
     """
-    file = Path(path).expanduser()
+    file = expanded(path)
     if load_format != "safetensors" and file.is_file():
         return file.parent, read_json_object(file, "give a config.json")
     folder = model_folder(path)
@@ -204,7 +204,7 @@ def end_tokens(folder: Path, described: Mapping[str, Any]) -> frozenset[int]:
     return frozenset()
 
 
-def _opened(device: Device | str | None, meta: bool, owned: ExitStack) -> Device:
+def _opened(device: Device | torch.device | str | None, meta: bool, owned: ExitStack) -> Device:
     if isinstance(device, Device):
         return device
     opened = open_device(device, meta)

@@ -141,8 +141,12 @@ class Device(ABC):
 
     # -- what only an observing device uses; free elsewhere -----------------------------------------------------------
 
-    def active(self) -> AbstractContextManager[Any]:
-        """Enter this around everything that issues operators, per thread: sets the current device, or observes."""
+    def active(self, foreign: bool = False) -> AbstractContextManager[Any]:
+        """Enter this around everything that issues operators, per thread: sets the current device, or observes.
+
+        Args:
+            foreign: the operators are those of a model that is not ours, whose code may ask for values on the host.
+        """
         return nullcontext()
 
     def enter_layer(self, layer: int | None) -> None:
@@ -175,12 +179,13 @@ def require_memory(place: str, needed_bytes: int, memory: FreeMemory, remedy: st
         )
 
 
-def open_device(name: str | None = None, meta: bool = False) -> Device:
+def open_device(name: str | torch.device | None = None, meta: bool = False) -> Device:
     """Open the device that a user names.
 
     Args:
         name: "cpu", "cuda" (the first GPU), "cuda:1", or "virtual:NAME" for a simulated GPU; None takes a GPU if there
-            is one, else the CPU. A NAME that ends in ".json" is the path of a hardware profile.
+            is one, else the CPU. A NAME that ends in ".json" is the path of a hardware profile. A `torch.device` does
+            too.
         meta: its tensors are on `meta` and have no bytes; a virtual GPU alone can do that.
 
     Returns:
@@ -189,6 +194,7 @@ def open_device(name: str | None = None, meta: bool = False) -> Device:
     Raises:
         ModelLoadError: there is no such device; the message lists those that exist.
     """
+    name = None if name is None else str(name)
     if meta and not (name or "").startswith("virtual:"):
         raise ModelLoadError(f"{name or 'a real device'} cannot run without weights (meta): use virtual:NAME")
     if name is None:

@@ -97,6 +97,7 @@ class Engine:
                 decoding = self._start(token_lists, self._needed_context(token_lists, max_new_tokens), sampler)
                 answers.add(decoding.last)
                 while not answers.done:
+                    self._require_current(decoding)
                     answers.add(decoding.step())
         return answers.generations()
 
@@ -122,7 +123,7 @@ class Engine:
         vocabulary = self._parts.vocabulary
         token_lists = []
         for index, prompt in enumerate(prompts):
-            if not isinstance(prompt, Sequence):
+            if not isinstance(prompt, Sequence) or isinstance(prompt, bytes):
                 raise ValueError(f"prompt {index} is {shortened(prompt)}: give a text or a list of tokens")
             tokens = self._parts.require_tokenizer().encode(prompt) if isinstance(prompt, str) else list(prompt)
             if not tokens:
@@ -170,9 +171,13 @@ class Engine:
             ValueError: its context is used up, or another batch has been started since.
         """
         with self._running():
-            if decoding is not self._decoding:
-                raise ValueError("this batch has ended, because another was started: there is one at a time")
+            self._require_current(decoding)
             return decoding.step()
+
+    def _require_current(self, decoding: Decoding) -> None:
+        """Refuse to go on with a batch whose memory is another's now, also where its own `on_token` started that."""
+        if decoding is not self._decoding:
+            raise ValueError("this batch has ended, because another was started or the engine closed: one at a time")
 
     def _needed_context(self, token_lists: Sequence[Sequence[int]], new_tokens: int) -> int:
         for index, tokens in enumerate(token_lists):
@@ -236,7 +241,7 @@ class Engine:
 def load(
     path: str,
     offload_config: OffloadConfig | Mapping[str, Any] | str | None = None,
-    device: Device | str | None = None,
+    device: Device | torch.device | str | None = None,
     dtype: torch.dtype | str | None = None,
     load_format: LoadFormat = "safetensors",
     max_context: int | None = None,

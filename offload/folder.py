@@ -19,7 +19,7 @@ def model_folder(path: str | Path) -> Path:
     Raises:
         ModelLoadError: it is not a folder; a hub id is answered with the command that downloads it.
     """
-    folder = Path(path).expanduser()
+    folder = expanded(path)
     if folder.is_dir():
         return folder
     text = str(path)
@@ -32,6 +32,14 @@ def model_folder(path: str | Path) -> Path:
             f"hf download {shortened(text)} --local-dir {shortened(target)}, and give that folder"
         )
     raise ModelLoadError(f"{shortened(text)} is no folder: give the one that holds config.json")
+
+
+def expanded(path: str | Path) -> Path:
+    """Return a path with `~` as the home folder that it stands for; as it is where there is no such home."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        return Path(path)
 
 
 def read_config(folder: Path) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from offload.errors import ModelLoadError
 def test_cpu_by_name() -> None:
     device = open_device("cpu")
     assert isinstance(device, CpuDevice) and device.name == "cpu" and device.torch_device.type == "cpu"
+    assert open_device(torch.device("cpu")).name == "cpu"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the answer with a GPU is the GPU")
@@ -22,8 +23,8 @@ def test_a_virtual_gpu_by_name() -> None:
     assert open_device("virtual:h200-pcie5").name == "virtual:h200-pcie5"
 
 
-@pytest.mark.parametrize("name", ["cuda:999", "cuda:-1", "cuda:1x", "tpu", "", "CPU", "cuda:99999999999"])
-def test_an_unknown_device_is_refused_with_those_that_exist(name: str) -> None:
+@pytest.mark.parametrize("name", ["cuda:999", "cuda:-1", "cuda:1x", "tpu", "", "CPU", "cuda:99999999999", 3])
+def test_an_unknown_device_is_refused_with_those_that_exist(name: object) -> None:
     with pytest.raises(ModelLoadError, match=rf'^no device "{name}" here: choose one of cpu.*virtual:NAME$'):
         open_device(name)
 

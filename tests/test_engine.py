@@ -158,6 +158,14 @@ def test_a_batch_ends_when_its_context_is_used_or_another_starts(engine):
         engine.start([[1], [1, 2, 3]], 2)
 
 
+@pytest.mark.parametrize("disturb", ["generate", "close"])
+def test_a_batch_ends_when_its_own_listener_starts_another_or_closes(folder, disturb):
+    with offload.load(folder, None, "cpu") as engine:
+        act = {"generate": lambda: engine.generate(["b"], 1), "close": engine.close}[disturb]
+        with pytest.raises(ValueError, match="this batch has ended, because another was started or the engine closed"):
+            engine.generate(["a"], 3, on_token=lambda *_: act(), stop_at_eos=False)
+
+
 def test_the_cache_is_as_long_as_the_call_needs_or_as_asked(folder):
     def cache_bytes(engine, batch, context):
         shape = engine.parts.model.cache_shape

@@ -213,6 +213,7 @@ class TestGenerate:
         [
             ("hello", 'prompts is "hello": give a list of texts or of token lists'),
             ([1, 2], "prompt 0 is 1: give a text or a list of tokens"),
+            ([b"hi"], "prompt 0 is \"b'hi'\": give a text or a list of tokens"),
             ([""], "prompt 0 is empty: give at least one token"),
             ([[1], []], "prompt 1 is empty: give at least one token"),
             ([[1, 257]], "prompt 0: 257 is no token of the model: give integers below 257"),

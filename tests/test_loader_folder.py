@@ -28,7 +28,7 @@ def test_a_hub_id_is_answered_with_the_download(tmp_path, monkeypatch):
     )
 
 
-@pytest.mark.parametrize("path", ["nowhere", "/no/such/folder", "a/b/c", "x\ny/z"])
+@pytest.mark.parametrize("path", ["nowhere", "/no/such/folder", "a/b/c", "x\ny/z", "~no-such-user/x"])
 def test_another_path_is_just_missing(tmp_path, monkeypatch, path):
     monkeypatch.chdir(tmp_path)
     assert refusal(model_folder, path).endswith("is no folder: give the one that holds config.json")
