@@ -109,7 +109,7 @@ def test_whatever_ends_a_load_gives_everything_back(config, folder, monkeypatch)
 
 
 @pytest.mark.parametrize("config", [None, uva(1), prefetch(2, 1, 2)], ids=["none", "uva", "prefetch"])
-def test_the_second_load_uses_the_same_memory_as_the_first(config, folder):
+def test_the_second_load_reports_the_memory_of_the_first(config, folder):
     reports = []
     for _ in range(2):
         with opened(folder, config) as engine:
