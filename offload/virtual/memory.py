@@ -6,7 +6,9 @@ Rounding by an allocator is not modelled: a storage holds its own bytes.
 
 from __future__ import annotations
 
+import threading
 import weakref
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -24,6 +26,13 @@ class VirtualOutOfMemoryError(NotEnoughMemoryError, torch.OutOfMemoryError):
     """The profile's memory is full; the message says what holds how much."""
 
 
+class _Watch(weakref.ref):
+    """A weak reference to a storage that still knows the storage's number when it has died."""
+
+    __slots__ = ("key",)
+    key: int
+
+
 @dataclass
 class _Holding:
     nbytes: int
@@ -33,6 +42,9 @@ class _Holding:
 
 class MemoryAccount:
     """Live storages of one virtual GPU and its host.
+
+    The death of a storage is only noted where it happens and settled at the next question: an exception in a callback
+    of a weak reference is lost, and so would be a Ctrl-C that comes while Python code runs there.
 
     Args:
         device_bytes, host_bytes: capacities.
@@ -44,7 +56,9 @@ class MemoryAccount:
         self.held: dict[Residency, int] = {"device": 0, "host": 0}
         self.peak_device_bytes = 0
         self._holdings: dict[int, _Holding] = {}
-        self._watchers: dict[int, weakref.ref] = {}
+        self._watches: dict[int, _Watch] = {}
+        self._dead: deque[_Watch] = deque()
+        self._settling = threading.RLock()
         self._on_free = on_free
 
     def storage_of(self, tensor: Tensor, purpose: str = "operators") -> int:
@@ -53,6 +67,7 @@ class MemoryAccount:
         Raises:
             VirtualOutOfMemoryError: it does not fit.
         """
+        self._settle()
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key not in self._holdings:
@@ -65,12 +80,14 @@ class MemoryAccount:
         Raises:
             VirtualOutOfMemoryError: it does not fit.
         """
+        self._settle()
         storage = tensor.untyped_storage()
         self._hold(storage, storage._cdata, residency, purpose)
         return storage._cdata
 
     def knows(self, tensor: Tensor) -> bool:
         """Whether the tensor lies in memory of this device or its host."""
+        self._settle()
         return tensor.untyped_storage()._cdata in self._holdings
 
     def residency(self, key: int) -> Residency:
@@ -85,6 +102,7 @@ class MemoryAccount:
         Raises:
             VirtualOutOfMemoryError: naming what is held, largest first.
         """
+        self._settle()
         held, capacity = self.held[residency], self.capacity[residency]
         if held + nbytes <= capacity:
             return
@@ -99,6 +117,7 @@ class MemoryAccount:
 
     def by_purpose(self, residency: Residency) -> list[tuple[str, int]]:
         """Live bytes by purpose, largest first."""
+        self._settle()
         totals: dict[str, int] = {}
         for holding in self._holdings.values():
             if holding.residency == residency:
@@ -110,6 +129,7 @@ class MemoryAccount:
         self._holdings[key].purpose = purpose
 
     def free(self, residency: Residency) -> FreeMemory:
+        self._settle()
         capacity = self.capacity[residency]
         return FreeMemory(max(capacity - self.held[residency], 0), capacity)
 
@@ -117,13 +137,23 @@ class MemoryAccount:
         nbytes = storage.nbytes()
         self.check(nbytes, residency, purpose)
         self._holdings[key] = _Holding(nbytes, residency, purpose)
-        self._watchers[key] = weakref.ref(storage, lambda _: self._release(key))
+        watch = _Watch(storage, self._dead.append)
+        watch.key = key
+        self._watches[key] = watch
         self.held[residency] += nbytes
         if residency == "device" and self.held["device"] > self.peak_device_bytes:
             self.peak_device_bytes = self.held["device"]
 
-    def _release(self, key: int) -> None:
-        holding = self._holdings.pop(key)
-        del self._watchers[key]
-        self.held[holding.residency] -= holding.nbytes
-        self._on_free(key)
+    def _settle(self) -> None:
+        """Give up what died since the last question; if that is interrupted, the next question goes on with it."""
+        if not self._dead:
+            return
+        with self._settling:
+            while self._dead:
+                key = self._dead[0].key
+                if key in self._holdings:
+                    self._on_free(key)
+                    holding = self._holdings[key]
+                    self.held[holding.residency] -= holding.nbytes
+                    del self._holdings[key], self._watches[key]
+                self._dead.popleft()

@@ -8,6 +8,7 @@ import torch
 
 from offload.errors import ModelLoadError
 from offload.virtual import VirtualDevice, VirtualOutOfMemoryError, load_profile
+from offload.virtual.memory import MemoryAccount
 
 GIB = 1 << 30
 
@@ -54,6 +55,24 @@ def test_activations_count_while_they_live(device):
         del z
         assert device.device_memory().free_bytes == 600
     assert device.account.peak_device_bytes == 800
+
+
+def test_an_interrupt_while_memory_is_let_go_is_not_lost():
+    forgotten = []
+
+    def interrupted_once(storage):
+        forgotten.append(storage)
+        if len(forgotten) == 1:
+            raise KeyboardInterrupt
+
+    account = MemoryAccount(100, 100, interrupted_once)
+    tensors = [torch.empty(30, dtype=torch.uint8) for _ in range(2)]
+    held = [account.hold(tensor, "device", "weights") for tensor in tensors]
+    tensors.clear()
+    with pytest.raises(KeyboardInterrupt):
+        account.free("device")
+    assert account.free("device").free_bytes == 100
+    assert set(forgotten) == set(held)
 
 
 def test_out_of_memory_in_an_operator_says_what_is_held(device):
