@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from offload.errors import ModelLoadError
+from offload.text import quoted, shortened
 
 PICOSECONDS_PER_S = 10**12
 
@@ -80,7 +81,8 @@ class Profile:
 
 _INTEGERS = {field.name for field in fields(Profile) if field.type == "int"}
 _NUMBERS = {field.name for field in fields(Profile)} - {"name", "title", "sources"}
-_MAY_BE_ZERO = {"kernel_s", "copy_s", "issue_s", "graph_issue_s"}
+_LARGEST = 10**18
+"""Of any number: far above all hardware, and whole picoseconds of it still are a float."""
 
 
 def parse_profile(document: Mapping[str, Any], origin: str) -> Profile:
@@ -93,23 +95,32 @@ def parse_profile(document: Mapping[str, Any], origin: str) -> Profile:
     Raises:
         ModelLoadError: a number is missing, unknown, out of range or without a source.
     """
-    numbers = document.get("numbers", {})
-    name = document.get("name", "")
+    numbers, name = document.get("numbers"), document.get("name")
+    numbers = numbers if isinstance(numbers, dict) else {}
     unlike = sorted(_NUMBERS ^ set(numbers))
-    if not name or unlike:
+    if not name or not isinstance(name, str) or unlike:
         raise ModelLoadError(
-            f"profile {name!r} in {origin} needs a name and exactly the numbers of `Profile`; differs in {unlike}"
+            f"profile {shortened(name)} in {origin} needs a name and exactly the numbers of `Profile`; "
+            f"differs in {quoted(unlike) if unlike else 'the name'}"
         )
     values: dict[str, Any] = {}
     for field, entry in numbers.items():
-        value, source = entry.get("value"), entry.get("source")
-        fits = isinstance(value, (int, float)) and (value > 0 or (value == 0 and field in _MAY_BE_ZERO))
-        if not fits or not source or (field in _INTEGERS and value != int(value)):
+        value, source = (entry.get("value"), entry.get("source")) if isinstance(entry, dict) else (None, None)
+        if not _fits(field, value) or not source:
             kind = "positive whole number" if field in _INTEGERS else "number of seconds"
-            raise ModelLoadError(f"profile {name!r} in {origin}: {field} must be a {kind} with a source, got {entry}")
+            raise ModelLoadError(
+                f"profile {shortened(name)} in {origin}: {field} must be a {kind} with a source, got {shortened(entry)}"
+            )
         values[field] = int(value) if field in _INTEGERS else float(value)
-    sources = {field: entry["source"] for field, entry in numbers.items()}
-    return Profile(name=name, title=document.get("title", name), sources=sources, **values)
+    sources = {field: str(entry["source"]) for field, entry in numbers.items()}
+    return Profile(name=name, title=str(document.get("title", name)), sources=sources, **values)
+
+
+def _fits(field: str, value: Any) -> bool:
+    """Whether a number of a file can be that field; JSON as Python reads it has NaN, infinity and booleans."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= _LARGEST:
+        return False
+    return value == int(value) > 0 if field in _INTEGERS else True
 
 
 def shipped_profiles() -> dict[str, Profile]:

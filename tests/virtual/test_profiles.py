@@ -38,7 +38,13 @@ def test_a_file_comes_back_as_it_was_written(tmp_path):
         ("sm_bytes_per_s", {"value": 0, "source": "probe"}, "positive whole number"),
         ("sm_bytes_per_s", {"value": 1.5, "source": "probe"}, "positive whole number"),
         ("kernel_s", {"value": "2", "source": "probe"}, "number of seconds"),
+        ("sm_bytes_per_s", {"value": float("inf"), "source": "probe"}, "positive whole number"),
+        ("sm_bytes_per_s", {"value": True, "source": "probe"}, "positive whole number"),
+        ("kernel_s", {"value": float("nan"), "source": "probe"}, "number of seconds"),
+        ("kernel_s", {"value": 1e300, "source": "probe"}, "number of seconds"),
+        ("kernel_s", {"value": -1e-6, "source": "probe"}, "number of seconds"),
         ("kernel_s", {"value": 1e-6, "source": ""}, "with a source"),
+        ("kernel_s", 1e-6, "with a source"),
         ("speed", {"value": 1, "source": "probe"}, "differs in .*speed"),
     ],
 )
@@ -49,6 +55,12 @@ def test_faulty_files_are_refused(field, entry, message):
         parse_profile(document, "mine.json")
 
 
+@pytest.mark.parametrize("name", ["", None, ["mine"], 7])
+def test_a_profile_needs_a_name(name):
+    with pytest.raises(ModelLoadError, match="needs a name"):
+        parse_profile({**json.loads(dump_profile(load_profile("gh200"))), "name": name}, "mine.json")
+
+
 def test_unknown_names_list_the_known(tmp_path):
     with pytest.raises(ModelLoadError, match="no profile 'h300'; shipped are rtx4090-pcie4"):
         open_device("virtual:h300")
@@ -56,7 +68,9 @@ def test_unknown_names_list_the_known(tmp_path):
         open_device(f"virtual:{tmp_path}/none.json")
 
 
-@pytest.mark.parametrize("text", ["{", "[1]", "{}"])
+@pytest.mark.parametrize(
+    "text", ["{", "[1]", "{}", '{"name": "mine", "numbers": null}', '{"name": "mine", "numbers": [[]]}']
+)
 def test_a_file_that_holds_no_profile(tmp_path, text):
     path = tmp_path / "mine.json"
     path.write_text(text)
