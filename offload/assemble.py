@@ -6,6 +6,7 @@ tokenizer, and only then the weights. What was reserved before a refusal, an err
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -23,8 +24,10 @@ from offload.folder import expanded, model_folder, read_config, read_json_object
 from offload.loader import LoadFormat, load_weights, open_source
 from offload.models import Architecture, architecture, build
 from offload.plan import Plan, plan
-from offload.text import shortened
+from offload.text import gib, shortened
 from offload.tokenizer import Tokenizer, open_tokenizer
+
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -90,6 +93,8 @@ def assemble(
     weights = weights_of(model, model.layers)
     planned = plan(specs_of(weights), config)
     planned.require_offload()
+    backend_name, layers, nbytes = config.resolved_backend, len(planned.offloaded_layers), gib(planned.offloaded_bytes)
+    _LOG.info("backend %s (%s): %s of %d layers offloaded", backend_name, config.reason, nbytes, layers)
     source = open_source(folder, load_format)
     source.check(model)
     with ExitStack() as owned:

@@ -9,6 +9,7 @@ that names the field, the value and the remedy.
 import difflib
 import json
 import math
+import os.path
 from dataclasses import fields, is_dataclass
 from fractions import Fraction
 from typing import Annotated, Any, Literal
@@ -131,6 +132,8 @@ class OffloadConfig:
             OffloadConfigError: the file cannot be read, or holds no valid configuration.
         """
         if argument is None or not argument.startswith("@"):
+            if argument and os.path.isfile(argument):
+                raise OffloadConfigError(f"{shortened(argument)} is a file and no JSON text: write @ before its name")
             return cls.from_json(argument)
         path = argument[1:]
         try:
@@ -151,6 +154,15 @@ class OffloadConfig:
         if self._prefetch_is_set:
             return "prefetch"
         return "uva" if self._uva_is_set else None
+
+    @property
+    def reason(self) -> str:
+        """Why the backend is the resolved one."""
+        if self.offload_backend != "auto":
+            return "offload_backend names it"
+        if self._prefetch_is_set:
+            return "auto, offload_group_size is above 0"
+        return f"auto, cpu_offload_gb is {'above 0' if self._uva_is_set else '0 and so is offload_group_size'}"
 
     def is_offloading_enabled(self) -> bool:
         """Whether the resolved backend has something to do."""

@@ -25,7 +25,7 @@ def inspect(capsys, config, *more):
 def test_a_configuration_alone(capsys):
     code, out, err = inspect(capsys, '{"prefetch": {"offload_group_size": "8"}}')
     assert (code, err) == (0, "")
-    assert out.splitlines()[1:] == ["backend   prefetch", "enabled   yes"]
+    assert out.splitlines()[1:] == ["backend   prefetch (auto, offload_group_size is above 0)", "enabled   yes"]
     assert '"offload_group_size": 8' in out
 
 

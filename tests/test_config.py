@@ -174,6 +174,26 @@ def test_a_file_that_cannot_be_read_is_refused_with_the_reason(tmp_path, content
         OffloadConfig.from_argument(f"@{path}")
 
 
+def test_a_file_without_its_sign_is_answered_with_it(tmp_path):
+    path = tmp_path / "c.json"
+    path.write_text("{}")
+    with pytest.raises(OffloadConfigError, match=r"c\.json\" is a file and no JSON text: write @ before its name$"):
+        OffloadConfig.from_argument(str(path))
+
+
+@pytest.mark.parametrize(
+    ("document", "reason"),
+    [
+        ({"offload_backend": "uva"}, "offload_backend names it"),
+        ({"uva": {"cpu_offload_gb": 1}}, "auto, cpu_offload_gb is above 0"),
+        ({"uva": {"cpu_offload_gb": 1}, "prefetch": {"offload_group_size": 2}}, "auto, offload_group_size is above 0"),
+        ({}, "auto, cpu_offload_gb is 0 and so is offload_group_size"),
+    ],
+)
+def test_the_reason_for_the_backend(document, reason):
+    assert OffloadConfig.of(document).reason == reason
+
+
 def test_a_directory_is_not_a_configuration(tmp_path):
     with pytest.raises(OffloadConfigError, match="Is a directory"):
         OffloadConfig.from_argument(f"@{tmp_path}")

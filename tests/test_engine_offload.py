@@ -9,6 +9,7 @@ import torch
 
 import offload
 from offload.cpu import CpuDevice
+from offload.text import gib
 from tests.engines import CONFIGS, prefetch, uva
 from tests.tiny_folder import write_model
 
@@ -130,6 +131,13 @@ def test_the_report_names_the_budget_and_what_was_offloaded(folder):
         assert report.requested_bytes == int(1e-5 * 2**30)
         assert report.offloaded_bytes == engine.parts.plan.offloaded_bytes >= report.requested_bytes
         assert report.locked_bytes >= report.offloaded_bytes
+
+
+def test_the_backend_and_why_it_was_chosen_are_logged(folder, caplog):
+    with caplog.at_level("INFO", "offload"), opened(folder, prefetch(2, 1, 1)) as engine:
+        nbytes = gib(engine.parts.plan.offloaded_bytes)
+        told = f"backend prefetch (auto, offload_group_size is above 0): {nbytes} of 3 layers offloaded"
+        assert caplog.messages == [told]
 
 
 def test_warnings_of_config_and_plan_are_given_once_each(folder):

@@ -148,7 +148,7 @@ def _as_json(config: OffloadConfig, model: PlannedModel | None) -> dict[str, Any
 
 def _as_text(config: OffloadConfig, model: PlannedModel | None) -> Iterator[str]:
     yield f"config    {config.to_json()}"
-    yield f"backend   {config.resolved_backend or 'none'}"
+    yield f"backend   {config.resolved_backend or 'none'} ({config.reason})"
     yield f"enabled   {'yes' if config.is_offloading_enabled() else 'no'}"
     if model:
         yield from _summary(config, model)
