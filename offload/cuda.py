@@ -132,5 +132,5 @@ class CudaDevice(Device):
                 self.capturing = False
         return graph
 
-    def active(self) -> AbstractContextManager[Any]:
+    def active(self, foreign: bool = False) -> AbstractContextManager[Any]:
         return self._cuda.device(self._index)

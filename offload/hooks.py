@@ -10,6 +10,11 @@ from torch.utils.hooks import RemovableHandle
 
 from offload.device import Device
 
+UNCOPYABLE = (
+    "an offloaded model cannot be copied or pickled: its weights live in host memory and slots that belong to this "
+    "one; restore it first, or save its state_dict()"
+)
+
 
 class Hook:
     """A hook object bound to one module of one offloaded model.
@@ -21,10 +26,7 @@ class Hook:
     __slots__ = ()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
-        raise ValueError(
-            "an offloaded model cannot be copied or pickled: its weights live in host memory and slots that belong to "
-            "this one; restore it first, or save its state_dict()"
-        )
+        raise ValueError(UNCOPYABLE)
 
     def __reduce__(self) -> NoReturn:
         self.__deepcopy__({})
@@ -38,6 +40,20 @@ class _EnterLayer(Hook):
 
     def __call__(self, module: nn.Module, *_: Any) -> None:
         self._device.enter_layer(self._layer)
+
+
+def remove_hooks(model: nn.Module) -> None:
+    """Remove every hook of ours from a model and its parts, also one whose handle Ctrl-C took away."""
+    for module in model.modules():
+        for hooks in (
+            module._forward_pre_hooks,
+            module._forward_hooks,
+            module._state_dict_hooks,
+            module._load_state_dict_pre_hooks,
+        ):
+            for key, hook in list(hooks.items()):
+                if isinstance(getattr(hook, "hook", hook), Hook):  # torch wraps those of load_state_dict
+                    del hooks[key]
 
 
 def name_layers(layers: Sequence[nn.Module], device: Device) -> list[RemovableHandle]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,7 +22,8 @@ from offload.backend import Backend, make_backend, specs_of, weights_of
 from offload.config import OffloadConfig
 from offload.device import Device, open_device, require_memory
 from offload.errors import ModelLoadError, OffloadConfigError, OffloadConfigWarning
-from offload.guard import guard, is_guarded, refuse_grad, unguard
+from offload.guard import guard, guard_layers, is_guarded, unguard
+from offload.hooks import remove_hooks
 from offload.layers import find_layers
 from offload.plan import Plan, plan
 from offload.report import MemoryReport
@@ -38,6 +39,7 @@ class _Original:
         names: every name that it has in the module.
         device, size, stride: of the tensor.
         requires_grad: its flag.
+        in_inference: it was made in inference mode, and stays a tensor of that kind.
     """
 
     tensor: Tensor
@@ -46,20 +48,42 @@ class _Original:
     size: torch.Size
     stride: tuple[int, ...]
     requires_grad: bool
+    in_inference: bool
 
     @classmethod
     def of(cls, tensor: Tensor) -> _Original:
-        return cls(tensor, [], tensor.device, tensor.size(), tensor.stride(), tensor.requires_grad)
+        size, stride = tensor.size(), tensor.stride()
+        return cls(tensor, [], tensor.device, size, stride, tensor.requires_grad, tensor.is_inference())
 
     @property
     def nbytes(self) -> int:
         return self.size.numel() * self.tensor.element_size()
 
-    def empty(self) -> Tensor:
-        """Memory for it, where it was and as it was laid out."""
-        if torch.empty(self.size).stride() == self.stride:
-            return torch.empty(self.size, dtype=self.tensor.dtype, device=self.device)
-        return torch.empty_strided(self.size, self.stride, dtype=self.tensor.dtype, device=self.device)
+    def copy_of(self, source: Tensor) -> Tensor:
+        """These bytes in memory of their own, where it was and as it was laid out."""
+        with torch.inference_mode(self.in_inference):
+            return torch.empty_strided(self.size, self.stride, dtype=source.dtype, device=self.device).copy_(source)
+
+    def move_to(self, place: torch.device) -> None:
+        """Put its bytes elsewhere; the object, and whoever holds it, stays."""
+        if self.tensor.device != place:
+            with torch.inference_mode(self.in_inference):
+                self.tensor.data = self.tensor.data.to(place)
+
+    def hold(self, data: Tensor) -> None:
+        """Give it other bytes; the object, and whoever holds it, stays."""
+        with torch.inference_mode(self.in_inference):
+            self.tensor.data = data
+
+    def freeze(self, frozen: bool = True) -> None:
+        """Stop autograd from recording it, or give it its own flag back."""
+        with torch.inference_mode(self.in_inference):
+            self.tensor.requires_grad_(self.requires_grad and not frozen)
+
+    def empty(self) -> None:
+        """Let go of its bytes."""
+        with torch.inference_mode(self.in_inference):
+            self.tensor.data = self.tensor.data.new_empty(0)
 
 
 class Offloaded:
@@ -71,15 +95,15 @@ class Offloaded:
         layers: name of the `ModuleList` whose weights were considered.
     """
 
-    def __init__(self, module: nn.Module, config: OffloadConfig, layers: str, device: Device, owned: ExitStack) -> None:
-        self._module, self._device, self._owned = module, device, owned
+    def __init__(self, module: nn.Module, config: OffloadConfig, layers: str | None, device: Device) -> None:
+        self._module, self._device = module, device
+        self._owned = ExitStack()
         self._lock = threading.RLock()
         self._backend: Backend | None = None
         self._is_offloaded = False
-        self._handles: list[Any] = []
-        self.config, self.layers = config, layers
-        parts = module.get_submodule(layers)
-        weights = weights_of(module, list(parts))
+        self.config = config
+        self.layers, self._parts = find_layers(module, layers)
+        weights = weights_of(module, self._parts)
         self.plan: Plan = plan(specs_of(weights), config)
         self.plan.require_offload()
         chosen = set(self.plan.offloaded)
@@ -88,8 +112,8 @@ class Offloaded:
 
     # -- there ------------------------------------------------------------------------------------------------------
 
-    def _offload(self) -> None:
-        """Move everything to its place; whatever fails, the module is as it was."""
+    def _offload(self, owned: ExitStack) -> None:
+        """Move everything to its place, and own what the handle closes; whatever fails, the module is as it was."""
         try:
             self._backend = make_backend(self._weights, self.plan, self.config, self._device)
             with torch.inference_mode(False), torch.no_grad():
@@ -97,25 +121,33 @@ class Offloaded:
                 for original in self._host:
                     self._backend.destination(original.names[0]).copy_(original.tensor.data)
                     # One by one, so that no more than one weight exists twice.
-                    _set_data(original.tensor, original.tensor.data.new_empty(0))
-            layers = list(self._module.get_submodule(self.layers))
-            self._backend.attach(self._module, layers)
-            self._handles = [refuse_grad(layers[index]) for index in self.plan.offloaded_layers]
+                    original.empty()
+            self._backend.attach(self._module, self._parts)
+            layers = [self._parts[index] for index in self.plan.offloaded_layers]
+            guard_layers(self._module, layers, self._passing())
             guard(self._module, self._lock, self._device)
             self._is_offloaded = True
+            self._owned = owned.pop_all()
         except BaseException:
-            self._undo({original: self._taken(original) for original in self._host})
-            if self._backend is not None:
-                self._backend.close()
+            _insist(self._roll_back)
             raise
 
+    def _roll_back(self) -> None:
+        self._undo(self._all_taken())
+        if self._backend is not None:
+            self._backend.close()
+
     def _move_resident(self) -> None:
-        place = self._device.torch_device
         for original in self._resident:
-            if original.device != place:
-                _set_data(original.tensor, original.tensor.data.to(place))
+            original.move_to(self._device.torch_device)
             if isinstance(original.tensor, nn.Parameter):
-                original.tensor.requires_grad_(False)
+                original.freeze()
+
+    def _passing(self) -> set[str]:
+        """Offloaded parameters that are not read where they lie: what they see is another layer's a moment later."""
+        return {
+            name for name in self.plan.offloaded if self._device.residency(self._module.get_parameter(name)) != "host"
+        }
 
     # -- and back ---------------------------------------------------------------------------------------------------
 
@@ -131,10 +163,9 @@ class Offloaded:
             if not self._is_offloaded:
                 return
             self._require_room()
-            with torch.inference_mode(False), torch.no_grad():
-                self._device.synchronise()
-                back = {original: self._taken(original) for original in self._host}
-            self._undo(back)
+            self._device.synchronise()
+            back = self._all_taken()
+            _insist(lambda: self._undo(back))
 
     def _require_room(self) -> None:
         needed_bytes: dict[torch.device, int] = {}
@@ -146,31 +177,33 @@ class Offloaded:
             memory = self._device.host_memory() if on_host else self._device.device_memory()
             require_memory(f"{place} to restore the weights", nbytes, memory, "free some; the model stays offloaded")
 
+    def _all_taken(self) -> dict[_Original, Tensor]:
+        with torch.inference_mode(False), torch.no_grad():
+            return {original: self._taken(original) for original in self._host}
+
     def _taken(self, original: _Original) -> Tensor:
         """The weight of `original` in memory of its own, where it was: from the slab if it has gone there."""
         if original.tensor.data.numel() == original.size.numel():
             return original.tensor.data
-        return original.empty().copy_(self._backend.destination(original.names[0]))
+        return original.copy_of(self._backend.destination(original.names[0]))
 
     def _undo(self, back: Mapping[_Original, Tensor]) -> None:
-        """Bind the module's own parameters again, with these weights."""
-        self._is_offloaded = False
+        """Bind the module's own parameters again, with these weights. Every step of it can be taken twice."""
         unguard(self._module)
-        while self._handles:
-            self._handles.pop().remove()
         if self._backend is not None:
             self._backend.detach()
+        remove_hooks(self._module)
         with torch.inference_mode(False), torch.no_grad():
             for original, tensor in back.items():
-                _set_data(original.tensor, tensor)
+                original.hold(tensor)
                 for name in original.names:
                     path, _, leaf = name.rpartition(".")
                     self._module.get_submodule(path)._parameters[leaf] = original.tensor
             for original in self._resident:
-                if original.tensor.device != original.device:
-                    _set_data(original.tensor, original.tensor.data.to(original.device))
+                original.move_to(original.device)
             for original in (*self._host, *self._resident):
-                original.tensor.requires_grad_(original.requires_grad)
+                original.freeze(False)
+        self._is_offloaded = False
 
     def close(self) -> None:
         """Restore the module if that has not been done, then give the host memory back. Idempotent.
@@ -234,19 +267,26 @@ def offload_(
             "prefetch.offload_group_size"
         )
     _require_movable(module)
-    path, _ = find_layers(module, layers)
     with ExitStack() as owned:
         if not isinstance(device, Device):
             device = open_device(device or _own_gpu(module))
             owned.callback(device.close)
         if device.unified:
             raise ModelLoadError(f"{device.name} shares its memory with the host: offloading would free nothing there")
-        handle = Offloaded(module, config, path, device, owned)
+        handle = Offloaded(module, config, layers, device)
         for text in (*config.warnings, *handle.plan.warnings):
             warnings.warn(text, OffloadConfigWarning, stacklevel=2)
-        handle._offload()
-        handle._owned = owned.pop_all()
+        handle._offload(owned)
         return handle
+
+
+def _insist(action: Callable[[], None]) -> None:
+    """Do what may be begun again, to its end, though Ctrl-C comes in the middle of it."""
+    try:
+        action()
+    except KeyboardInterrupt:
+        action()
+        raise
 
 
 def _require_movable(module: nn.Module) -> None:
@@ -259,6 +299,8 @@ def _require_movable(module: nn.Module) -> None:
         if type(parameter) is not nn.Parameter or parameter.layout != torch.strided:
             kind = f"{type(parameter).__name__}, {parameter.layout}"
             raise ValueError(f"weight {shortened(name)} is no plain dense parameter ({kind}): it cannot be offloaded")
+        if any(stride == 0 and size > 1 for size, stride in zip(parameter.shape, parameter.stride(), strict=True)):
+            raise ValueError(f"weight {shortened(name)} is expanded over one memory: make it contiguous() first")
         if parameter.is_meta:
             raise ValueError(f"weight {shortened(name)} has no data (it is on meta): load the weights first")
 
@@ -283,8 +325,3 @@ def _originals(module: nn.Module, chosen: set[str]) -> tuple[list[_Original], li
 def _named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from module.named_parameters(remove_duplicate=False)
     yield from module.named_buffers(remove_duplicate=False)
-
-
-def _set_data(tensor: Tensor, data: Tensor) -> None:
-    """Give a parameter or buffer other bytes; the object, and whoever holds it, stays."""
-    tensor.data = data

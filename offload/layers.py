@@ -1,8 +1,12 @@
-"""Which modules of a foreign model are its decoder layers."""
+"""Which modules of a foreign model are its decoder layers.
+
+A layer is what runs when it is called: that is when its weights are brought. An entry of the list that is itself a list
+or dictionary of modules (`for attention, mlp in self.layers`) is never called, so the modules in it are the layers.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from torch import nn
 
@@ -10,7 +14,7 @@ from offload.errors import OffloadConfigError
 from offload.text import gib, quoted, shortened
 
 
-def find_layers(module: nn.Module, path: str | None = None) -> tuple[str, nn.ModuleList]:
+def find_layers(module: nn.Module, path: str | None = None) -> tuple[str, list[nn.Module]]:
     """Find the layers whose weights may be offloaded.
 
     Args:
@@ -19,7 +23,7 @@ def find_layers(module: nn.Module, path: str | None = None) -> tuple[str, nn.Mod
             outermost of those that tie.
 
     Returns:
-        The name of the list and the list.
+        The name of the list, and its layers.
 
     Raises:
         OffloadConfigError: there is no such list; names those that there are.
@@ -38,12 +42,23 @@ def find_layers(module: nn.Module, path: str | None = None) -> tuple[str, nn.Mod
         )
     elif not sizes_bytes[path]:
         raise OffloadConfigError(f"layers {shortened(path)} has no parameters: {_choices(sizes_bytes)}")
-    return path, _lists(module)[path]
+    return path, list(_called(_lists(module)[path]))
 
 
 def _lists(module: nn.Module) -> dict[str, nn.ModuleList]:
     """Every list by name, outer ones before those inside them."""
     return {name: each for name, each in module.named_modules() if isinstance(each, nn.ModuleList)}
+
+
+def _called(module: nn.Module) -> Iterator[nn.Module]:
+    """The outermost modules below this one that have a `forward`."""
+    for child in module._modules.values():  # children() leaves out a layer that is listed again
+        if child is None:
+            continue
+        if getattr(child.forward, "__func__", None) is nn.Module.forward:
+            yield from _called(child)
+        else:
+            yield child
 
 
 def _parameter_bytes(module: nn.Module) -> int:

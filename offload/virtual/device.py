@@ -9,7 +9,7 @@ their latency but no bus bytes, so that the bus carries weights alone.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -107,13 +107,17 @@ class VirtualDevice(Device):
         return tensor
 
     def to_host(self, tensor: Tensor) -> list[Any]:
-        self._refuse_in_capture("to_host")
-        self.issuer.spend(self.profile.issue_ps)
-        entry = self._enqueue_latency("read", "to_host", [self._range(tensor)], [])
-        self.issuer.let_host_wait(lambda: self.issuer.simulator.run_until(entry), [self.issuer.compute])
+        self.let_host_read([tensor], "to_host")
         with self.quiet():
             values = torch.zeros(tensor.shape, dtype=tensor.dtype, device="cpu") if tensor.is_meta else tensor
             return values.tolist()
+
+    def let_host_read(self, tensors: Sequence[Tensor], name: str) -> None:
+        """The host waits until these have their values, and the way of small values to it has passed."""
+        self._refuse_in_capture(name)
+        self.issuer.spend(self.profile.issue_ps)
+        entry = self._enqueue_latency("read", name, [self._range(tensor) for tensor in tensors], [])
+        self.issuer.let_host_wait(lambda: self.issuer.simulator.run_until(entry), [self.issuer.compute])
 
     def _enqueue_latency(self, kind: str, name: str, reads: list[Range], writes: list[Range]) -> Any:
         operation = Operation(kind, name, self._layer, self.profile.copy_ps, {}, reads, writes)
@@ -199,13 +203,13 @@ class VirtualDevice(Device):
     # -- observing --------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def active(self) -> Iterator[None]:  # type: ignore[override]
+    def active(self, foreign: bool = False) -> Iterator[None]:  # type: ignore[override]
         if getattr(self._thread, "observed", False):
             yield
             return
         self._thread.observed = True
         try:
-            with torch.inference_mode(), Observer(self):
+            with torch.inference_mode(), Observer(self, may_read=foreign and self.torch_device.type != "meta"):
                 yield
         finally:
             self._thread.observed = False

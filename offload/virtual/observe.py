@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from offload.virtual.cost import DECOMPOSED, WITHOUT_WORK, work_of
-from offload.virtual.operators import byte_range, flatten, mutated, operator
+from offload.virtual.operators import byte_range, flatten, indexes_by_integers, mutated, operator
 
 if TYPE_CHECKING:
     from offload.virtual.device import VirtualDevice
@@ -22,11 +22,17 @@ class HostReadError(RuntimeError):
 
 
 class Observer(TorchDispatchMode):
-    """Charges operators of this thread to a virtual GPU, on its compute stream."""
+    """Charges operators of this thread to a virtual GPU, on its compute stream.
 
-    def __init__(self, device: VirtualDevice) -> None:
+    Args:
+        device: which is charged.
+        may_read: an operator that needs values on the host waits for them, as on a GPU; else it is refused.
+    """
+
+    def __init__(self, device: VirtualDevice, may_read: bool = False) -> None:
         super().__init__()
         self._device = device
+        self._may_read = may_read
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
@@ -34,8 +40,10 @@ class Observer(TorchDispatchMode):
         if device.is_quiet:
             return func(*args, **kwargs)
         known = operator(func)
-        if known.refused:
-            raise HostReadError(f"operator {known.name!r} on {device.name}: {known.refused}")
+        if known.refused and not (known.name == "index" and indexes_by_integers(args)):
+            if not self._may_read:
+                raise HostReadError(f"operator {known.name!r} on {device.name}: {known.refused}")
+            device.let_host_read(flatten(args), known.name)
         if known.name in DECOMPOSED:
             with self:
                 return func.decompose(*args, **kwargs)

@@ -78,6 +78,11 @@ def flatten(values: Any) -> list[Tensor]:
     return found
 
 
+def indexes_by_integers(args: Sequence[Any]) -> bool:
+    """Whether `index(x, indices)` has a result of known size; a mask's depends on its values."""
+    return not any(index.dtype in (torch.bool, torch.uint8) for index in flatten(args[1]))
+
+
 def mutated(known: Operator, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
     """The tensors that a call changes in place."""
     found = [args[i] for i in known.mutated if i < len(args)]

@@ -195,9 +195,25 @@ def test_products_inside_other_operators(device):
 
 def test_a_value_that_only_the_host_may_ask_for(device):
     x = on_device(device, 4)
-    for ask in (lambda: x[0].item(), lambda: x.nonzero(), lambda: bool(x[0] > 0)):
+    for ask in (lambda: x[0].item(), lambda: x.nonzero(), lambda: bool(x[0] > 0), lambda: x[x > 0]):
         with pytest.raises(HostReadError, match="Device.to_host"):
             charged(device, ask)
+
+
+def test_an_index_of_integers_has_a_known_size(device):
+    table, ids = on_device(device, 1000, 16), device.from_host([3, 5])
+    [(name, _)] = charged(device, lambda: table[ids])
+    assert name == "index"
+
+
+def test_a_foreign_model_waits_for_the_values_that_it_asks_for(toy):
+    device = VirtualDevice(toy())
+    x = on_device(device, 4)
+    with device.active(foreign=True):
+        x.fill_(1)
+        before = device.issuer.host_ps
+        assert x[0].item() == 1 and x[x > 0].numel() == 4
+    assert device.issuer.host_ps >= before + 2 * device.profile.copy_ps
 
 
 def test_a_nested_activation_charges_once(device):
