@@ -3,6 +3,7 @@
 import torch
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+MOST_STRIDE = (1 << 24) - 1  # elements between rows of a weight: kernels count those of a tile in 32 bits
 
 
 def refuse_grad(*tensors: torch.Tensor | None) -> None:
@@ -11,7 +12,7 @@ def refuse_grad(*tensors: torch.Tensor | None) -> None:
         for tensor in tensors:
             if tensor is not None and tensor.requires_grad:
                 raise ValueError(
-                    f"an input {tuple(tensor.shape)} requires grad, and the kernels have no backward: "
+                    f"a tensor {tuple(tensor.shape)} requires grad, and the kernels have no backward: "
                     "call under torch.inference_mode(), or detach it"
                 )
 
@@ -26,6 +27,7 @@ def check_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
         or weight.dtype is not dtype
         or dtype not in DTYPES
         or weight.stride(1) != 1
+        or (weight.stride(0) > MOST_STRIDE and shape[0] > 1)
         or (weight.device != device and not (weight.is_cpu and x.is_cuda))
         or (bias is not None and (bias.dtype is not dtype or bias.shape != shape[:1] or bias.device != device))
     ):
@@ -34,17 +36,22 @@ def check_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
 
 def check_out(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> None:
     """Refuse an ``out`` that is not what the product would be."""
+    refuse_grad(out)
     shape = (*x.shape[:-1], weight.shape[0])
     if tuple(out.shape) != shape or out.dtype is not x.dtype or out.device != x.device:
         raise ValueError(
             f"out is {tuple(out.shape)} {out.dtype} on {out.device}, the product {shape} {x.dtype} on {x.device}: "
             "allocate it as x.new_empty of that shape"
         )
+    if any(stride == 0 and n > 1 for n, stride in zip(out.shape, out.stride(), strict=True)):
+        raise ValueError(
+            f"out {shape} with strides {out.stride()} has rows that overlap: allocate it as x.new_empty of its shape"
+        )
 
 
 def check_locked(weight: torch.Tensor) -> None:
     """Refuse pageable host memory: the GPU cannot read it."""
-    if weight.is_cpu and not weight.is_pinned():
+    if weight.is_cpu and weight.numel() and not weight.is_pinned():
         raise ValueError(
             f"weight {tuple(weight.shape)} {weight.dtype} is in pageable host memory, which the GPU cannot read: "
             "page_lock(weight), or weight.pin_memory()"
@@ -80,6 +87,11 @@ def _linear_fault(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
         )
     if weight.stride(1) != 1:
         return f"weight {tuple(weight.shape)} has strides {weight.stride()}: K needs unit stride, weight.contiguous()"
+    if weight.stride(0) > MOST_STRIDE and weight.shape[0] > 1:
+        return (
+            f"weight {tuple(weight.shape)} has rows that begin {weight.stride(0)} elements apart, "
+            f"the kernels reach {MOST_STRIDE}: weight.contiguous()"
+        )
     if weight.device != x.device and not (weight.is_cpu and x.is_cuda):
         return f"x is on {x.device} and weight on {weight.device}: move it beside x or into page-locked host memory"
     assert bias is not None

@@ -31,20 +31,20 @@ def linear(
         x: (..., K) activations on the device; fp32, fp16 or bf16. Copied if rows are not 16-byte aligned.
         weight: (N, K) of x's dtype, unit stride along K, any row stride: a pinned CPU tensor, a device view of
             page-locked memory, or a tensor beside x. See `check_weight` for what makes it slow.
-        bias: (N,) beside x and of its dtype, or None.
+        bias: (N,) beside x and of its dtype, or None; copied if it is not contiguous.
         schedule: ``skinny`` (at most 256 rows of x), ``wide``, ``staged``, or None for `choose_schedule`.
         rates: Measured rates of the link for `choose_schedule`; None decides from shapes and constants.
-        out: (..., N) to write to, beside x and of its dtype; its rows must have a common stride and be contiguous.
+        out: (..., N) to write to, beside x and of its dtype, not x itself; rows contiguous, with a common stride.
 
     Returns:
         (..., N) beside x, of its dtype; ``out`` if given.
 
     Raises:
         ValueError: Arguments that do not go together, a pageable host weight on CUDA, an unknown schedule, more rows
-            than ``skinny`` takes, or an input that requires grad while grad mode is on.
+            than ``skinny`` takes, or a tensor that requires grad while grad mode is on.
         RuntimeError: A Triton schedule on the CPU outside of the interpreter.
     """
-    refuse_grad(x, weight, bias)
+    refuse_grad(x, weight, bias, out)
     if schedule is None and out is None and x.is_cpu and not observed():
         check_linear(x, weight, bias)
         return F.linear(x, weight, bias)

@@ -2,7 +2,7 @@
 
 import torch
 
-from offload_kernels.checks import DTYPES
+from offload_kernels.checks import DTYPES, MOST_STRIDE
 
 EXPERT_SCHEDULES = ("grouped",)
 
@@ -36,6 +36,7 @@ def check_experts(
 
 
 def check_grouped(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor, schedule: str | None) -> None:
+    """As `check_experts`, for `grouped_linear`."""
     _check_schedule(schedule)
     if x.dim() != 2 or weight.dim() != 3 or x.shape[1] != weight.shape[2] or offsets.shape != (weight.shape[0] + 1,):
         raise ValueError(
@@ -58,6 +59,14 @@ def refuse_ids(topk_ids: torch.Tensor, experts: int) -> None:
         )
 
 
+def refuse_offsets(offsets: torch.Tensor, rows: int) -> None:
+    """Refuse offsets that leave the rows of x or decrease; reads them."""
+    ends = offsets.tolist()
+    if ends[0] < 0 or ends[-1] > rows or ends != sorted(ends):
+        shown = ends if len(ends) <= 8 else [*ends[:4], "...", *ends[-4:]]
+        raise ValueError(f"offsets {shown} do not rise from 0 or more to at most {rows}, the rows of x: sort the rows")
+
+
 def _check_schedule(schedule: str | None) -> None:
     if schedule is not None and schedule not in EXPERT_SCHEDULES:
         raise ValueError(f"schedule {schedule!r} is unknown: use {', '.join(EXPERT_SCHEDULES)}, or None")
@@ -71,6 +80,11 @@ def _check_weights(x: torch.Tensor, **weights: torch.Tensor) -> None:
             raise ValueError(f"{name} is {weight.dtype} but x {x.dtype}: convert one of them")
         if weight.stride(-1) != 1:
             raise ValueError(f"{name} has strides {weight.stride()}: its last dimension must be contiguous")
+        if weight.stride(1) > MOST_STRIDE and weight.shape[1] > 1:
+            raise ValueError(
+                f"{name} {tuple(weight.shape)} has rows that begin {weight.stride(1)} elements apart, "
+                f"the kernels reach {MOST_STRIDE}: {name}.contiguous()"
+            )
         if weight.device != x.device and not (weight.is_cpu and x.is_cuda):
             raise ValueError(
                 f"x is on {x.device} and {name} on {weight.device}: move it beside x or into page-locked host memory"

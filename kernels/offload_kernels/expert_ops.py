@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from offload_kernels import runtime
 from offload_kernels.checks import check_locked, refuse_grad
-from offload_kernels.expert_checks import check_experts, check_grouped, refuse_ids
+from offload_kernels.expert_checks import check_experts, check_grouped, refuse_ids, refuse_offsets
 from offload_kernels.ops import LIBRARY
 
 
@@ -32,7 +32,7 @@ def experts_by_kernel(
     from offload_kernels.tiles import pick
 
     (T, H), (experts, double, _), top_k = x.shape, w13.shape, topk_ids.shape[1]
-    if T == 0 or top_k == 0:
+    if 0 in (T, top_k, experts, double, H):
         return x.new_zeros((T, H))
     topk_ids, topk_weights = topk_ids.contiguous(), topk_weights.contiguous()
     pairs, offsets = sorted_pairs(topk_ids, experts)
@@ -68,15 +68,16 @@ def experts_by_torch(
     return out.to(x.dtype)
 
 
-def _grouped_by_kernel(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+def grouped_by_kernel(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """One launch; offsets beyond the rows of x, which only the CPU can refuse without waiting, end there."""
     from offload_kernels import grouped
     from offload_kernels.tiles import pick
 
     out = x.new_zeros((x.shape[0], weight.shape[1]))
-    if out.numel() == 0:
+    if out.numel() == 0 or weight.numel() == 0:
         return out
     tile = pick("down", x.shape[0], x.element_size(), runtime.arch_of(x.device))
-    groups = grouped.Groups.of(offsets.contiguous(), x.shape[0], ring=x.shape[0] > tile.block_m)
+    groups = grouped.Groups.of(offsets.clamp(0, x.shape[0]), x.shape[0], ring=x.shape[0] > tile.block_m)
     grouped.run(x, weight, out, groups, tile)
     return out
 
@@ -131,12 +132,14 @@ def _grouped_linear(
     """``offload::grouped_linear`` on the CPU and on CUDA."""
     refuse_grad(x, weight)
     check_grouped(x, weight, offsets, schedule)
-    if x.is_cpu and schedule is None:
-        return _grouped_by_torch(x, weight, offsets)
+    if x.is_cpu:
+        refuse_offsets(offsets, x.shape[0])
+        if schedule is None:
+            return _grouped_by_torch(x, weight, offsets)
     runtime.demand_runnable("grouped", x.device)
     if x.is_cuda:
         check_locked(weight)
-    return _grouped_by_kernel(x, weight, offsets)
+    return grouped_by_kernel(x, weight, offsets)
 
 
 def _grouped_linear_fake(

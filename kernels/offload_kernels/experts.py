@@ -43,8 +43,8 @@ def fused_experts(
         RuntimeError: ``grouped`` on CPU tensors outside the interpreter.
 
     A token's ids are expected to be distinct, as top-k gives them: then every expert's bytes cross the bus once for any
-    T. Device scratch is (T k) x (I + H) elements for the pairs and, above 64 tokens, a ring of at most one block of
-    rows per processor.
+    T. Device scratch is (T k) x (I + H) elements for the pairs and, with more tokens than the largest tile holds (32 or
+    64), a ring of at most one block of rows per processor.
     """
     refuse_grad(x, w13, w2, topk_weights)
     return torch.ops.offload.fused_experts(x, w13, w2, topk_ids, topk_weights, schedule)
@@ -58,15 +58,16 @@ def grouped_linear(
     Args:
         x: (P, K) fp32, fp16 or bf16 on the device.
         weight: (E, N, K) in x's dtype, in page-locked host memory or on the device; unit stride along K.
-        offsets: (E + 1,) int64 beside x, not decreasing; rows offsets[e] to offsets[e + 1] belong to group e.
+        offsets: (E + 1,) int64 beside x, not decreasing; rows offsets[e] to offsets[e + 1] belong to group e. Checked
+            on CPU tensors; on CUDA, where that would stop the host, what is beyond the rows of x is left out.
         schedule: As in `fused_experts`.
 
     Returns:
         (P, N) in x's dtype; rows of no group are zero.
 
     Raises:
-        ValueError: Shapes, dtypes or devices that do not go together, a pageable host weight, or an input that requires
-            grad.
+        ValueError: Shapes, dtypes, devices or offsets that do not go together, a pageable host weight, or an input
+            that requires grad.
         RuntimeError: ``grouped`` on CPU tensors outside the interpreter.
     """
     refuse_grad(x, weight)

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from offload_kernels import aot, combine, grouped, runtime, skinny, tiles
+from offload_kernels.checks import MOST_STRIDE
 from offload_kernels.tiles import Specialisation, Tile
 
 DTYPES = {name: dtype for dtype, name in runtime.DTYPES.items()}
@@ -156,6 +157,7 @@ def _values(
         "min_steps": skinny.MIN_STEPS,
         "combine_block": combine.BLOCK,
         "top_k": top_k,
+        "most_stride": MOST_STRIDE,
     }
 
 

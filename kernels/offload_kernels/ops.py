@@ -4,14 +4,13 @@
 """
 
 import math
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
 from offload_kernels import runtime
 from offload_kernels.checks import as_rows, check_linear, check_locked, check_out, refuse_grad
-from offload_kernels.schedule import SCHEDULES, choose_schedule
+from offload_kernels.schedule import SCHEDULES, GivenRates, choose_schedule
 
 LIBRARY = torch.library.Library("offload", "DEF")
 
@@ -19,11 +18,6 @@ _ARGUMENTS = (
     "Tensor x, Tensor weight, Tensor? bias=None, str? schedule=None, "
     "float? sm_bytes_per_s=None, float? ce_bytes_per_s=None"
 )
-
-
-class _Rates(NamedTuple):
-    sm_bytes_per_s: float
-    ce_bytes_per_s: float
 
 
 def _linear(
@@ -109,15 +103,14 @@ def _write(
     """Run a schedule on the rows of x; the modules with kernels are imported here, triton with them."""
     (N, K), M = weight.shape, math.prod(x.shape[:-1])
     if schedule is None:
-        rates = None if sm_bytes_per_s is None or ce_bytes_per_s is None else _Rates(sm_bytes_per_s, ce_bytes_per_s)
-        schedule = choose_schedule(M, N, K, weight.dtype, rates)
+        schedule = choose_schedule(M, N, K, weight.dtype, GivenRates.of(sm_bytes_per_s, ce_bytes_per_s))
     runtime.demand_runnable(schedule, x.device)
     if x.is_cuda:
         check_locked(weight)
     target = as_rows(out, "out")
     if M == 0 or N == 0:
         return
-    rows = x.reshape(M, K)
+    rows, bias = x.reshape(M, K), None if bias is None else bias.contiguous()
     if schedule == "staged":
         from offload_kernels import staged
 

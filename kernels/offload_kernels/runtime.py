@@ -109,9 +109,10 @@ def aligned_rows(x: torch.Tensor) -> torch.Tensor:
     """x (M, K) itself if its rows begin on 16 bytes and have unit stride, else a copy with padded rows that do.
 
     Loads of x by 2 bytes cost registers: they make kernels spill, whose weight would otherwise arrive at full speed.
+    Rows farther apart than 32 bits count, such as the last positions of very long sequences, are copied too.
     """
-    vector = VECTOR_BYTES // x.element_size()
-    if x.stride(1) == 1 and x.stride(0) % vector == 0 and x.data_ptr() % VECTOR_BYTES == 0:
+    vector, step = VECTOR_BYTES // x.element_size(), x.stride(0)
+    if x.stride(1) == 1 and step % vector == 0 and step < 1 << 31 and x.data_ptr() % VECTOR_BYTES == 0:
         return x
     M, K = x.shape
     rows = x.new_empty(M, math.ceil(K / vector) * vector)[:, :K]

@@ -1,6 +1,6 @@
 """Which kernel a linear layer takes: a function of shapes and constants, never of a measurement made at run time."""
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -29,6 +29,18 @@ class Rates(Protocol):
 
     @property
     def ce_bytes_per_s(self) -> float: ...
+
+
+class GivenRates(NamedTuple):
+    """Rates as the operators carry them: two numbers."""
+
+    sm_bytes_per_s: float
+    ce_bytes_per_s: float
+
+    @classmethod
+    def of(cls, sm_bytes_per_s: float | None, ce_bytes_per_s: float | None) -> "GivenRates | None":
+        """None unless both were passed."""
+        return None if sm_bytes_per_s is None or ce_bytes_per_s is None else cls(sm_bytes_per_s, ce_bytes_per_s)
 
 
 def choose_schedule(M: int, N: int, K: int, dtype: torch.dtype, rates: Rates | None = None) -> str:

@@ -53,7 +53,7 @@ def accumulate(
 
 
 @triton.jit(do_not_specialize=_INTEGERS)
-def kernel(
+def skinny_kernel(
     w_ptr, x_ptr, bias_ptr, out_ptr,
     M, N, k_units, splits, steps_per_split,
     w_stride, x_stride, out_stride,
@@ -120,7 +120,7 @@ def plan(tile: SkinnyTile, N: int, K: int, element_bytes: int) -> Launch:
 
 
 def constants(tile: SkinnyTile, *, bias: bool, split: bool, upcast: bool, units: runtime.Units) -> dict[str, Any]:
-    """The compile-time constants of `kernel`."""
+    """The compile-time constants of `skinny_kernel`."""
     return {
         "HAS_BIAS": bias, "SPLIT": split, "UPCAST": upcast, **units.constants(),
         "BLOCK_N": tile.block_n, "BLOCK_M": tile.block_m, "BLOCK_K": tile.block_k, "STAGES": tile.stages,
@@ -130,12 +130,12 @@ def constants(tile: SkinnyTile, *, bias: bool, split: bool, upcast: bool, units:
 def specialise(
     tile: SkinnyTile, dtype: torch.dtype, *, aligned: bool = True, bias: bool = False, split: bool = False
 ) -> Specialisation:
-    """What the compiler is told about `kernel`.
+    """What the compiler is told about `skinny_kernel`.
 
     Args:
         tile: The tile, already scaled to the dtype.
         dtype: Of x, W, bias and the result.
-        aligned: Rows of W begin on 16 bytes; otherwise on an element only.
+        aligned: Rows of W begin on 16 bytes; otherwise on an element only. Those of x always do (`aligned_rows`).
         bias: A bias is added.
         split: K is split: the result is fp32 partial sums.
     """
@@ -146,7 +146,7 @@ def specialise(
     signature |= dict.fromkeys(_INTEGERS, "i32") | dict.fromkeys(consts, "constexpr")
     divisible = (*(("w_ptr",) if aligned else ()), "x_ptr", *(("bias_ptr",) if bias else ()), "out_ptr")
     consts |= {} if bias else {"bias_ptr": None}
-    return Specialisation("kernel", signature, consts, divisible, tile.warps, tile.stages)
+    return Specialisation("skinny_kernel", signature, consts, divisible, tile.warps, tile.stages)
 
 
 def specialise_sum(dtype: torch.dtype, *, bias: bool = False) -> Specialisation:
@@ -189,7 +189,7 @@ def run(
     units = runtime.Units.of(x, weight)
     consts = constants(tile, bias=bias is not None, split=split, upcast=runtime.interpreting(), units=units)
     with runtime.on_device(x.device):
-        kernel[(launch.programs,)](
+        skinny_kernel[(launch.programs,)](
             weight, x, bias, result, M, N, K // units.k, launch.splits, launch.steps_per_split,
             weight.stride(0) // units.w, x.stride(0) // units.x, result.stride(0),
             **consts, num_warps=tile.warps, num_stages=tile.stages,

@@ -43,7 +43,7 @@ def copy_rows(
 
 
 @triton.jit(do_not_specialize=_INTEGERS)
-def kernel(
+def wide_kernel(
     w_ptr, x_ptr, bias_ptr, ring_ptr, out_ptr,
     M, N, k_units, rows_per_program,
     w_stride, x_stride, out_stride, ring_stride,
@@ -106,7 +106,7 @@ def plan(tile: WideTile, N: int, K: int, element_bytes: int, processors: int) ->
 
 
 def constants(tile: WideTile, *, bias: bool, upcast: bool, units: runtime.Units) -> dict[str, Any]:
-    """The compile-time constants of `kernel`."""
+    """The compile-time constants of `wide_kernel`."""
     return {
         "HAS_BIAS": bias, "UPCAST": upcast, **units.constants(), "RING_UNIT": units.vector,
         "BLOCK_N": tile.block_n, "BLOCK_M": tile.block_m, "BLOCK_K": tile.block_k,
@@ -115,7 +115,7 @@ def constants(tile: WideTile, *, bias: bool, upcast: bool, units: runtime.Units)
 
 
 def specialise(tile: WideTile, dtype: torch.dtype, *, aligned: bool = True, bias: bool = False) -> Specialisation:
-    """What the compiler is told about `kernel`; arguments as in `skinny.specialise`."""
+    """What the compiler is told about `wide_kernel`; arguments as in `skinny.specialise`."""
     name = runtime.DTYPES[dtype]
     consts = constants(tile, bias=bias, upcast=False, units=runtime.Units.assumed(dtype, aligned))
     signature = {"w_ptr": f"*{name}", "x_ptr": f"*{name}", "bias_ptr": f"*{name}" if bias else "constexpr"}
@@ -123,7 +123,7 @@ def specialise(tile: WideTile, dtype: torch.dtype, *, aligned: bool = True, bias
     signature |= dict.fromkeys(_INTEGERS, "i32") | dict.fromkeys(consts, "constexpr")
     divisible = (*(("w_ptr",) if aligned else ()), "x_ptr", *(("bias_ptr",) if bias else ()), "ring_ptr", "out_ptr")
     consts |= {} if bias else {"bias_ptr": None}
-    return Specialisation("kernel", signature, consts, divisible, tile.warps, tile.stages)
+    return Specialisation("wide_kernel", signature, consts, divisible, tile.warps, tile.stages)
 
 
 def run(
@@ -139,7 +139,7 @@ def run(
     units = runtime.Units.of(x, weight)
     consts = constants(tile, bias=bias is not None, upcast=runtime.interpreting(), units=units)
     with runtime.on_device(x.device):
-        kernel[(launch.programs,)](
+        wide_kernel[(launch.programs,)](
             weight, x, bias, ring, target, M, N, K // units.k, launch.rows_per_program,
             weight.stride(0) // units.w, x.stride(0) // units.x, target.stride(0), ring.stride(0) // units.vector,
             **consts, num_warps=tile.warps, num_stages=tile.stages,

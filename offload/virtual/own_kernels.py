@@ -7,21 +7,16 @@ read it from there. Experts read the weights of those that are routed to, and no
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
 from offload.virtual.operators import flatten, unique_bytes
 from offload.virtual.work import Work, is_single, moved
-from offload_kernels.schedule import choose_schedule
+from offload_kernels.schedule import GivenRates, choose_schedule
 
 RING_TOKENS = 64
 """Above this many tokens the experts' weights pass through a ring in device memory."""
-
-
-class _Rates(NamedTuple):
-    sm_bytes_per_s: float
-    ce_bytes_per_s: float
 
 
 def linear(args: Sequence[Any], kwargs: dict[str, Any], made: list[Tensor]) -> Work:
@@ -29,8 +24,7 @@ def linear(args: Sequence[Any], kwargs: dict[str, Any], made: list[Tensor]) -> W
     x, weight, bias, schedule, sm, ce = (*args, *(None,) * (6 - len(args)))
     rows = x.numel() // max(x.shape[-1], 1)
     if schedule is None:
-        rates = None if sm is None or ce is None else _Rates(sm, ce)
-        schedule = choose_schedule(rows, weight.shape[0], weight.shape[1], weight.dtype, rates)
+        schedule = choose_schedule(rows, weight.shape[0], weight.shape[1], weight.dtype, GivenRates.of(sm, ce))
     return Work(
         reads=moved(flatten([x, weight, bias])),
         writes=moved([*made, *flatten([kwargs.get("out")])]),

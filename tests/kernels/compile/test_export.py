@@ -196,6 +196,8 @@ REFUSED_EXPERTS = {
     "inner": ({"I": 767}, ALIGNMENT),
     "expert-stride": ({"w2_expert_stride": 4}, ALIGNMENT),
     "T": ({"T": 1 << 30}, SIZE),
+    "T-beyond-64-bits": ({"T": 1 << 62}, SIZE),
+    "rows-far-apart": ({"w13_stride": 1 << 24}, SIZE),
     "scratch": ({"scratch_bytes": 100}, SCRATCH),
 }
 

@@ -1,9 +1,9 @@
-"""`linear` on a GPU with real launches over the bus. Memory errors and races are found by running this file under a
-sanitizer:
+"""`linear` on a GPU with real launches over the bus.
 
-compute-sanitizer --tool memcheck --kernel-regex kns=kernel python -m pytest -m gpu tests/kernels/compile/test_gpu.py
--k small compute-sanitizer --tool racecheck --kernel-regex kns=kernel python -m pytest -m gpu
-tests/kernels/compile/test_gpu.py -k small
+Memory errors and races are found by running the small cases under a sanitizer, with `memcheck` and with `racecheck`:
+
+    compute-sanitizer --tool memcheck --kernel-regex kns=_kernel \\
+        python -m pytest -m gpu tests/kernels/compile/test_gpu.py -k small
 """
 
 import pytest

@@ -166,6 +166,7 @@ class TestRefusals:
             ValueError, match=r"weight \(70, 40\) torch.float32 is in pageable host memory.*page_lock\(weight\)"
         ):
             check_locked(torch.randn(70, 40))
+        check_locked(torch.empty(0, 40))  # nothing there to read
 
     def test_out(self, call):
         x, weight = torch.randn(3, 40), torch.randn(70, 40)
@@ -177,6 +178,26 @@ class TestRefusals:
     def test_out_without_contiguous_rows(self):
         with pytest.raises(ValueError, match=r"out \(3, 70\) with strides \(1, 3\) is no matrix with contiguous rows"):
             linear(torch.randn(3, 40), torch.randn(70, 40), schedule="staged", out=torch.empty(70, 3).t())
+
+    @pytest.mark.parametrize("schedule", [None, "staged"])
+    def test_out_whose_rows_overlap(self, schedule):
+        out = torch.empty(1, 70).expand(3, 70)
+        with pytest.raises(ValueError, match=r"out \(3, 70\) with strides \(0, 1\) has rows that overlap"):
+            linear(torch.randn(3, 40), torch.randn(70, 40), schedule=schedule, out=out)
+
+    def test_out_that_requires_grad(self, call):
+        out = torch.empty(3, 70, requires_grad=True)
+        with pytest.raises(ValueError, match="requires grad, and the kernels have no backward"):
+            call(torch.randn(3, 40), torch.randn(70, 40), out=out)
+        with torch.no_grad():
+            assert call(torch.randn(3, 40), torch.randn(70, 40), out=out) is out
+
+    def test_weight_rows_too_far_apart(self, call):
+        weight = torch.empty(3, 1 << 25, dtype=torch.bfloat16)[:, :40]
+        with pytest.raises(
+            ValueError, match=r"begin 33554432 elements apart, the kernels reach 16777215: .*contiguous"
+        ):
+            call(torch.randn(3, 40).bfloat16(), weight)
 
     def test_schedule(self):
         with pytest.raises(ValueError, match="schedule 'fast' is unknown: use one of skinny, wide, staged, or None"):

@@ -119,6 +119,34 @@ def test_nothing_to_do(schedule):
     assert not fused_experts(*layer.arguments(), schedule=schedule).any()
 
 
+@pytest.mark.parametrize("schedule", [None, "grouped"])
+@pytest.mark.parametrize("shape", [(3, 4, 64, 0, 2), (3, 4, 0, 32, 2), (3, 0, 64, 32, 0)], ids=["I", "H", "E"])
+def test_a_size_of_zero(shape, schedule):
+    y = fused_experts(*random_layer(*shape, torch.float32).arguments(), schedule=schedule)
+    assert y.shape == (3, shape[2]) and not y.any()
+
+
+@pytest.mark.parametrize("schedule", [None, "grouped"])
+@pytest.mark.parametrize("shape", [(0, 5, 4), (2, 0, 4), (2, 5, 0)], ids=["E", "N", "K"])
+def test_grouped_linear_with_a_size_of_zero(shape, schedule):
+    E, N, K = shape
+    y = grouped_linear(torch.randn(3, K), torch.randn(shape), torch.arange(E + 1), schedule=schedule)
+    assert y.shape == (3, N) and not y.any()
+
+
+@pytest.mark.parametrize("schedule", [None, "grouped"])
+@pytest.mark.parametrize("ends", [[0, 2, 5], [3, 1, 4], [-1, 1, 4]], ids=["beyond", "decreasing", "negative"])
+def test_offsets_out_of_order_are_refused_on_the_cpu(ends, schedule):
+    with pytest.raises(ValueError, match=r"offsets \[.*\] do not rise from 0 or more to at most 4, the rows of x"):
+        grouped_linear(torch.randn(4, 8), torch.randn(2, 5, 8), torch.tensor(ends), schedule=schedule)
+
+
+def test_offsets_out_of_range_touch_nothing_else_where_they_are_not_checked():
+    x, weight = torch.randn(4, 8), torch.randn(2, 5, 8)
+    y = expert_ops.grouped_by_kernel(x, weight, torch.tensor([-7, 1, 1 << 40]))
+    torch.testing.assert_close(y, torch.cat([x[:1] @ weight[0].t(), x[1:] @ weight[1].t()]))
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("schedule", [None, "grouped"])
 @pytest.mark.parametrize("ends", [[0, 3, 3, 10], [0, 0, 40, 41], [2, 5, 9, 9]], ids=["few", "ring", "gaps"])

@@ -93,6 +93,10 @@ class TestRowsOfX:
         assert torch.equal(rows, x) and rows.stride(1) == 1
         assert rows.stride(0) * 4 % 16 == rows.data_ptr() % 16 == 0
 
+    def test_rows_too_far_apart_for_32_bits_are_copied(self):
+        x = torch.empty(2, 1 << 31, dtype=torch.bfloat16, device="meta")[:, :40]
+        assert runtime.aligned_rows(x).stride() == (40, 1)
+
 
 @given(rows=st.integers(1, 5000), kind=st.sampled_from(["gate_up", "down"]), arch=archs)
 def test_few_tokens_take_the_tile_for_few(rows, kind, arch):
