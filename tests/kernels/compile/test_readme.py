@@ -7,16 +7,21 @@ import subprocess
 import sys
 from contextlib import nullcontext
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
+import pytest
 import torch
 import torch.nn.functional as F
 import triton
 
 import offload_kernels
 from bench import codegen
+from tests.kernels.experts_reference import assert_accurate, random_layer
 
 README = Path(__file__).parents[3] / "kernels" / "README.md"
-PLAIN, LOCKED, LAYERS, EXPERTS = re.findall(r"^```python\n(.*?)^```$", README.read_text(), re.MULTILINE | re.DOTALL)[:4]
+PLAIN, LOCKED, LAYERS, EXPERTS, VLLM = re.findall(
+    r"^```python\n(.*?)^```$", README.read_text(), re.MULTILINE | re.DOTALL
+)
 
 
 def run_on_the_cpu(text, monkeypatch):
@@ -56,10 +61,100 @@ def test_experts():
     assert names["y"].shape == (5, 256) and names["y"].isfinite().all()
 
 
+class Stock:
+    """What vLLM's own methods have that the recipe builds on; their results are marked."""
+
+    def __init__(self, moe=None):
+        self.moe = moe
+
+    def process_weights_after_loading(self, layer):
+        layer.processed = True
+
+    def apply(self, layer, *arguments):
+        return "stock"
+
+
+@pytest.fixture
+def vllm(monkeypatch):
+    """The recipe's names, and the config it registers, with stand-ins for vLLM's modules."""
+    registered, layers = {}, "vllm.model_executor.layers"
+    parts = {
+        "fused_moe": {"RoutedExperts": type("RoutedExperts", (SimpleNamespace,), {})},
+        "fused_moe.unquantized_fused_moe_method": {"UnquantizedFusedMoEMethod": Stock},
+        "linear": {
+            "LinearBase": type("LinearBase", (SimpleNamespace,), {}),
+            "UnquantizedLinearMethod": Stock,
+            "register_weight_loader_v2_supported_method": lambda method: method,
+        },
+        "quantization": {
+            "register_quantization_config": lambda name: lambda config: registered.setdefault(name, config)
+        },
+        "quantization.base_config": {"QuantizationConfig": object},
+    }
+    for name in ("vllm", "vllm.model_executor", layers):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    for part, contents in parts.items():
+        module = ModuleType(f"{layers}.{part}")
+        vars(module).update(contents)
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    names = {}
+    exec(VLLM, names)
+    names["register"]()
+    return names, registered["host_kernels"]
+
+
+@pytest.mark.parametrize("on_host", [True, False])
+def test_vllm_linear(vllm, monkeypatch, on_host):
+    names, config = vllm
+    monkeypatch.setitem(names, "is_host_resident", lambda weight: on_host)
+    layer, x, bias = names["LinearBase"](weight=torch.randn(70, 40)), torch.randn(3, 40), torch.randn(70)
+    method = config.from_config({}).get_quant_method(layer, "model.layers.0")
+    method.process_weights_after_loading(layer)
+    y = method.apply(layer, x, bias)
+    assert layer.processed
+    assert torch.equal(y, F.linear(x, layer.weight, bias)) if on_host else y == "stock"
+
+
+STAYS = {
+    "resident": {"on_host": False},
+    "shared": {"shared": object()},
+    "expert-parallel": {"expert_map": torch.arange(4)},
+    "bias": {"has_bias": True},
+    "gelu": {"activation": SimpleNamespace(value="gelu")},
+    "weighted-input": {"apply_router_weight_on_input": True},
+}
+
+
+@pytest.mark.parametrize("changed", [{}, *STAYS.values()], ids=["ours", *STAYS])
+def test_vllm_experts(vllm, monkeypatch, changed):
+    names, config = vllm
+    changed = dict(changed)
+    on_host, shared, has_bias = (
+        changed.pop(name, otherwise) for name, otherwise in (("on_host", True), ("shared", None), ("has_bias", False))
+    )
+    monkeypatch.setitem(names, "is_host_resident", lambda weight: on_host)
+    data = random_layer(5, 4, 64, 32, 2, torch.float32)
+    settings = {"activation": SimpleNamespace(value="silu"), "apply_router_weight_on_input": False, "expert_map": None}
+    layer = names["RoutedExperts"](
+        w13_weight=data.w13, w2_weight=data.w2, moe_config=SimpleNamespace(has_bias=has_bias), **settings | changed
+    )
+    method = config().get_quant_method(layer, "model.layers.0.mlp.experts")
+    method.process_weights_after_loading(layer)
+    y = method.apply(layer, data.x, data.topk_weights, data.topk_ids.int(), shared, None)
+    if changed or shared or has_bias or not on_host:
+        assert y == "stock"
+    else:
+        assert_accurate(y, data)
+
+
+def test_vllm_leaves_other_layers_alone(vllm):
+    assert vllm[1]().get_quant_method(torch.nn.Embedding(2, 2), "model.embed_tokens") is None
+
+
 def test_the_c_example_compiles_against_what_the_command_writes(tmp_path):
     text = README.read_text()
     (words,) = re.findall(r"^    python (-m offload_kernels\.export .*)$", text, re.MULTILINE)
-    (source,) = re.findall(r"^```c\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    (source,) = re.findall(r"^```c\n(.*?)^```$", text, re.M | re.S)
     command = [sys.executable, *words.replace("generated/", str(tmp_path)).split()]
     subprocess.run(command, check=True, cwd=README.parent)
     (tmp_path / "example.c").write_text(source)
