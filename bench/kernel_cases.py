@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
+from offload.errors import OffloadConfigError
 from offload_kernels import choose_schedule
 from offload_kernels.tiles import SKINNY_ROWS
 
@@ -97,7 +98,13 @@ def rate(link: Link, name: str) -> float:
 
 
 def cases(rows: Sequence[int], shapes: Sequence[tuple[int, int]], dtype: torch.dtype) -> Iterator[Case]:
-    """Every shape with every number of rows, each way that takes it."""
+    """Every shape with every number of rows, each way that takes it.
+
+    Raises:
+        OffloadConfigError: a number of rows is not positive.
+    """
+    if min(rows) < 1:
+        raise OffloadConfigError(f"--rows {min(rows)}: a product without rows reads nothing, give 1 or more")
     for N, K in shapes:
         for M in rows:
             for way in (*KERNELS, *BASELINES):
@@ -109,11 +116,11 @@ def parse_shapes(text: str) -> list[tuple[int, int]]:
     """`"4096x4096,14336x4096"` -> [(N, K), ...].
 
     Raises:
-        ValueError: not such a list.
+        OffloadConfigError: not such a list.
     """
     shapes = [tuple(part.split("x")) for part in text.split(",")]
     if any(len(shape) != 2 or not all(size.isdecimal() and int(size) for size in shape) for shape in shapes):
-        raise ValueError(f"{text!r} is no list of shapes NxK, such as 4096x4096,14336x4096")
+        raise OffloadConfigError(f"--shapes {text!r} is no list of shapes NxK, such as 4096x4096,14336x4096")
     return [(int(N), int(K)) for N, K in shapes]
 
 

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from bench.kernel_cases import Case
+from offload.errors import OffloadConfigError
 from offload_kernels import device_view, linear, page_lock
 
 Call = Callable[[int], object]
@@ -40,7 +41,9 @@ class HostPool:
         step = -(-size // 128) * 128
         firsts = range(-self._slab.data_ptr() % 128, self._slab.numel() - size + 1, step)
         if not firsts:
-            raise ValueError(f"a weight of {size} bytes does not fit a pool of {self._slab.numel()}: raise --pool-gib")
+            raise OffloadConfigError(
+                f"a weight of {size} bytes does not fit a pool of {self._slab.numel()}: raise --pool-gib"
+            )
         return [self._slab[first : first + size].view(dtype).view(N, K) for first in firsts]
 
     def __enter__(self) -> Self:

@@ -21,6 +21,7 @@ from bench import arguments
 from bench.kernel_cases import BASELINES, Case, Device, Measured, cases, parse_shapes, verdicts
 from bench.machine import GIB, describe, document, machine, save
 from bench.ranges import parse_ints
+from offload.errors import OffloadConfigError
 
 FORMATS = ("md", "json")
 _SHAPES = "4096x4096,14336x4096,28672x8192"
@@ -126,7 +127,9 @@ def _print_bounds(found: Sequence[Case], options: argparse.Namespace) -> int:
     from offload.virtual.profiles import load_profile
 
     if options.save:
-        raise ValueError("there is no GPU here, so nothing was measured and --save has nothing to write: leave it out")
+        raise OffloadConfigError(
+            "no GPU is here, so nothing was measured and --save has nothing to write: leave it out"
+        )
     profile = load_profile(options.profile)
     if options.output == "json":
         rows = [

@@ -89,6 +89,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--save", metavar="FILE", type=Path, help="also write a result document (JSON) to FILE")
     parser.add_argument("--save-profile", metavar="FILE", type=Path, help="write a hardware profile (.json) to FILE")
     args = parser.parse_args(argv)
+    if not args.device.startswith("cuda"):
+        raise OffloadConfigError(f"--device {args.device}: only a CUDA GPU has a link to measure, give cuda or cuda:1")
     if args.save_profile and args.save_profile.suffix != ".json":
         raise OffloadConfigError(f"--save-profile {args.save_profile}: a profile's file name ends in .json")
     return args

@@ -85,9 +85,9 @@ def disassemble(cubin: bytes, sources: Iterable[str | Path]) -> Code:
     """Disassemble a kernel that was compiled with line information, as Triton's are.
 
     Args:
-        cubin: The ELF image. sources: Files that the kernel's code may come from. The image names them by the path
-        they had when it was compiled,
-            which a cache may keep longer than the file: only the last part of the path counts.
+        cubin: The ELF image.
+        sources: Files that the kernel's code may come from. The image names them by the path they had when it was
+            compiled, which a cache may keep longer than the file: only the last part of the path counts.
 
     Raises:
         RuntimeError: A tool is missing or refuses the image.

@@ -9,6 +9,7 @@ import torch
 
 from bench import kernel_gpu, kernels
 from bench.kernel_cases import Case, Measured, cases, parse_shapes, verdicts
+from offload.errors import OffloadConfigError
 
 DEVICE = SimpleNamespace(
     sm_bytes_per_s=40e9, ce_bytes_per_s=50e9, hbm_bytes_per_s=4e12, half_flops_per_s=8e14, single_flops_per_s=6e13
@@ -117,8 +118,13 @@ def test_pool_cuts_its_memory_into_weights_on_lines(monkeypatch):
 
 @pytest.mark.parametrize("text", ["4096", "4096x", "0x4", "4x4x4", "axb"])
 def test_shapes_are_refused(text):
-    with pytest.raises(ValueError, match="is no list of shapes NxK"):
+    with pytest.raises(OffloadConfigError, match="is no list of shapes NxK"):
         parse_shapes(text)
+
+
+def test_no_rows_are_refused():
+    with pytest.raises(OffloadConfigError, match="--rows 0: a product without rows reads nothing"):
+        list(cases([4, 0], [(64, 32)], torch.float16))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to time")
@@ -138,7 +144,7 @@ class TestWithoutGpu:
         assert {row["way"]: row["bus_bytes"] for row in result["rows"]}["skinny"] == 32 << 20
 
     def test_nothing_to_save(self, tmp_path):
-        with pytest.raises(ValueError, match="nothing was measured and --save has nothing to write"):
+        with pytest.raises(OffloadConfigError, match="nothing was measured and --save has nothing to write"):
             kernels.main(["--save", str(tmp_path / "kernels.json")])
 
 

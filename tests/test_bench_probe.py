@@ -44,7 +44,7 @@ def test_a_measured_profile_is_a_virtual_gpu(tmp_path):
 @pytest.mark.parametrize(
     ("words", "code", "line"),
     [
-        (["--device", "cpu"], 1, "probe measures the link of a CUDA GPU"),
+        (["--device", "cpu"], 2, "only a CUDA GPU has a link to measure"),
         (["--device", "cuda:99"], 3, "no device"),
         (["--save-profile", "mine.txt"], 2, "ends in .json"),
         (["--footprint", "x"], 2, "is not a number"),
