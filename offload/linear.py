@@ -43,8 +43,8 @@ class Linear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """x (..., K) -> (..., N)."""
-        if x.is_cpu and x.dtype is torch.bfloat16 and x.numel() == x.shape[-1] and not observed():
-            return _matrix_vector(x, self.weight, self.bias)
+        if is_vector(x) and not observed():
+            return matrix_vector(x, self.weight, self.bias)
         return self._product(x, self.weight, self.bias)
 
 
@@ -54,7 +54,13 @@ class HostModelLinear(Linear):
     _product = staticmethod(linear)
 
 
-def _matrix_vector(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def is_vector(x: Tensor) -> bool:
+    """Whether `matrix_vector` is the quicker way to multiply x (..., K): one row of bf16 on a CPU."""
+    return x.is_cpu and x.dtype is torch.bfloat16 and x.numel() == x.shape[-1]
+
+
+def matrix_vector(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x (..., K) of one row, weight (N, K) -> (..., N)."""
     row = x.reshape(-1)
     product = torch.mv(weight, row) if bias is None else torch.addmv(bias, weight, row)
     return product.view(*x.shape[:-1], -1)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fractions import Fraction
 
 from offload.bound import Rates, Resource
@@ -50,7 +50,7 @@ class Interval:
     start_ps: int
     end_ps: int
     cause: str
-    idle_ps: Fraction
+    idle_ps: Fraction | int
     layer: int | None
 
 
@@ -83,18 +83,20 @@ def _idle(
     finder = _Next(simulator.log, demands, window[0].start_ps if window else 0)
     for segment in window:
         work = sum(getattr(segment, field) for field in demands)
-        lost = Fraction((segment.end_ps - segment.start_ps) * rate - work, 1) / rate
-        if lost <= 0:
+        length_ps = segment.end_ps - segment.start_ps
+        missing = length_ps * rate - work
+        if missing <= 0:
             continue
         if work:
+            lost = Fraction(missing, rate)
             yield Interval(segment.start_ps, segment.end_ps, "below full rate", lost, finder.working(segment.start_ps))
             continue
         cause, layer = finder.cause(segment.start_ps)
         if cause != "empty":
-            yield Interval(segment.start_ps, segment.end_ps, cause, lost, layer)
+            yield Interval(segment.start_ps, segment.end_ps, cause, length_ps, layer)
             continue
         for start, end, waiting in _split(segment.start_ps, segment.end_ps, host_waits):
-            yield Interval(start, end, "nothing queued" if waiting else "issued late", Fraction(end - start), layer)
+            yield Interval(start, end, "nothing queued" if waiting else "issued late", end - start, layer)
 
 
 def _split(start_ps: int, end_ps: int, host_waits: list[tuple[int, int]]) -> Iterator[tuple[int, int, bool]]:
@@ -198,7 +200,8 @@ def _joined(intervals: Iterable[Interval]) -> Iterator[Interval]:
     for interval in intervals:
         here = (interval.start_ps, interval.cause, interval.layer)
         if last is not None and (last.end_ps, last.cause, last.layer) == here:
-            last = replace(last, end_ps=interval.end_ps, idle_ps=last.idle_ps + interval.idle_ps)
+            idle_ps = last.idle_ps + interval.idle_ps
+            last = Interval(last.start_ps, interval.end_ps, last.cause, idle_ps, last.layer)
             continue
         if last is not None:
             yield last

@@ -115,4 +115,4 @@ def _stalls(entries: list[Entry], begin_ps: int, end_ps: int) -> Iterator[Interv
             start = max(entry.start_ps, begin_ps)
             end = min(entry.finish_ps, end_ps) if entry.finish_ps >= 0 else end_ps
             if start < end:
-                yield Interval(start, end, "stall", Fraction(end - start), entry.layer)
+                yield Interval(start, end, "stall", end - start, entry.layer)

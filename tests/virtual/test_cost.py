@@ -216,6 +216,24 @@ def test_a_foreign_model_waits_for_the_values_that_it_asks_for(toy):
     assert device.issuer.host_ps >= before + 2 * device.profile.copy_ps
 
 
+@pytest.mark.parametrize("product", [F.linear, linear], ids=["torch", "ours"])
+def test_one_row_of_bf16_is_multiplied_as_on_a_cpu(toy, monkeypatch, product):
+    device, called = VirtualDevice(toy()), []
+    plain = torch.mv
+    monkeypatch.setattr(torch, "mv", lambda weight, row: called.append(row.dtype) or plain(weight, row))
+    x, two, w = on_device(device, 1, 1, 64), on_device(device, 2, 64), on_device(device, 32, 64)
+    x.fill_(1), w.fill_(1)
+    made = []
+    assert [name for name, _ in charged(device, lambda: product(two, w))] != ["mv"] and not called
+    [(name, _)] = charged(device, lambda: made.append(product(x, w)))
+    assert name.endswith("linear") and called == [torch.bfloat16]
+    with device.active():
+        graph = device.capture(lambda: made.append(product(x, w)))
+        graph.replay()
+        assert device.to_host(made[1]) == device.to_host(made[0]) == [[[64.0] * 32]]
+    assert called == [torch.bfloat16] * 3
+
+
 def test_a_nested_activation_charges_once(device):
     x = on_device(device, 4)
 
