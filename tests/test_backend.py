@@ -155,6 +155,19 @@ def test_close_gives_everything_back(config: object) -> None:
 
 
 @EVERY
+def test_close_waits_for_the_device_before_it_lets_go(config: object) -> None:
+    class Waiting(_StarvedDevice):
+        def synchronise(self) -> None:
+            self.alive = [not ref.expired() for ref in self.allocated]
+
+    device = Waiting(99, MemoryError())
+    backend, _ = offloaded(Toy([3, 4, 5]), config, device)
+    device.alive = []
+    backend.close()
+    assert device.alive and all(device.alive)
+
+
+@EVERY
 def test_without_close_memory_goes_with_the_last_reference(config: object) -> None:
     model = Toy([3, 4, 5])
     device = _StarvedDevice(99, MemoryError())

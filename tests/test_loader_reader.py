@@ -260,6 +260,25 @@ def test_an_interrupt_in_either_half_stops_both_before_it_is_raised(tmp_path, mo
 
 
 @pytest.mark.usefixtures("small_pieces")
+def test_an_interrupt_ends_the_other_half_after_the_chunk_at_hand(tmp_path, monkeypatch):
+    reader = opened(tmp_path / "x.safetensors", {"x": torch.ones(10_000)})
+    whole, chunks = os.preadv, []
+
+    def interrupting(*arguments):
+        if threading.current_thread() is threading.main_thread():
+            raise KeyboardInterrupt
+        reader._stopped.wait(timeout=5)
+        chunks.append(arguments)
+        return whole(*arguments)
+
+    monkeypatch.setattr(os, "preadv", interrupting)
+    with pytest.raises(KeyboardInterrupt):
+        reader.read_into("x", torch.empty(10_000))
+    assert len(chunks) <= 1
+    reader.close()
+
+
+@pytest.mark.usefixtures("small_pieces")
 def test_a_copy_that_fails_still_waits_for_those_before_it(tmp_path):
     device = Accelerator(fail_after=3)
     reader = opened(tmp_path / "x.safetensors", {"x": torch.ones(200)}, device)
