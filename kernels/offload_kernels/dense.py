@@ -87,7 +87,7 @@ def check_weight(weight: torch.Tensor) -> WeightCheck:
         ValueError: The kernels do not take this weight at all.
     """
     size = weight.element_size()
-    if weight.dim() not in (2, 3) or weight.dtype not in DTYPES or weight.stride(-1) != 1:
+    if weight.dim() not in (2, 3) or weight.dtype not in DTYPES or (weight.stride(-1) != 1 and weight.shape[-1] > 1):
         raise ValueError(
             f"weight {tuple(weight.shape)} {weight.dtype} with strides {weight.stride()}: the kernels take (N, K) or "
             "(E, N, K) of fp32, fp16 or bf16 with unit stride along K: weight.contiguous()"

@@ -78,7 +78,7 @@ def _check_weights(x: torch.Tensor, **weights: torch.Tensor) -> None:
     for name, weight in weights.items():
         if weight.dtype != x.dtype:
             raise ValueError(f"{name} is {weight.dtype} but x {x.dtype}: convert one of them")
-        if weight.stride(-1) != 1:
+        if weight.stride(-1) != 1 and weight.shape[-1] > 1:
             raise ValueError(f"{name} has strides {weight.stride()}: its last dimension must be contiguous")
         if weight.stride(1) > MOST_STRIDE and weight.shape[1] > 1:
             raise ValueError(

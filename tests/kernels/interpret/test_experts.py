@@ -82,6 +82,14 @@ def test_x_may_have_any_strides(schedule):
 
 
 @pytest.mark.parametrize("schedule", [None, "grouped"])
+def test_one_column_has_no_stride(schedule):
+    layer = random_layer(5, 4, 64, 1, 2, torch.float32)
+    layer = replace(layer, w2=layer.w2[..., 0].unsqueeze(1).mT)
+    assert layer.w2.stride(-1) == 64
+    assert_accurate(fused_experts(*layer.arguments(), schedule=schedule), layer)
+
+
+@pytest.mark.parametrize("schedule", [None, "grouped"])
 def test_an_expert_twice_in_one_token_counts_twice(schedule):
     layer = random_layer(16, 4, 64, 32, 2, torch.float32)
     layer.topk_ids[:] = 3

@@ -130,6 +130,11 @@ class TestLayouts:
         y = linear(torch.empty(3, 0), torch.empty(70, 0), bias, schedule=schedule)
         assert torch.equal(y, bias.expand(3, 70))
 
+    def test_one_column_has_no_stride(self, schedule):
+        x, weight = torch.randn(9, 1), torch.randn(1, 70).t()
+        assert weight.stride() == (1, 70) and weight.contiguous() is weight
+        assert_accurate(linear(x, weight, schedule=schedule), x, weight)
+
     def test_transposed_x(self, schedule):
         x, weight = torch.randn(40, 9).t(), torch.randn(70, 40)
         assert_accurate(linear(x, weight, schedule=schedule), x, weight)
