@@ -6,7 +6,7 @@ before is put back at the end, and what it made is poisoned until a replay fills
 - a stream takes part once it waits for an event that was recorded in the capture; nothing may be issued on any other;
 - inside, only events recorded inside may be waited for; eager code may not wait for those afterwards;
 - every stream that takes part must be joined to the compute stream before the end;
-- nothing may wait for the device or bring data to it from Python.
+- nothing may wait for the device, bring data to it from Python, or replay another graph.
 
 In a replay, side streams of the capture are branches of the graph, not the eager streams of the same name.
 """
@@ -175,8 +175,13 @@ class VirtualGraph:
         self._branches: dict[VirtualStream, VirtualStream] = {compute: compute}
 
     def replay(self) -> None:
-        """Issue all of it as one, and run its operators again."""
+        """Issue all of it as one, and run its operators again.
+
+        Raises:
+            CaptureError: another graph is being captured.
+        """
         device, issuer = self._device, self._device.issuer
+        device.refuse_in_capture("replay", "what a graph does is not captured")
         issuer.spend(device.profile.graph_issue_ps)
         events: dict[VirtualEvent, VirtualEvent] = {}
         with device.quiet(), torch.inference_mode():

@@ -99,7 +99,7 @@ class VirtualDevice(Device):
     # -- data that crosses to Python --------------------------------------------------------------------------------
 
     def from_host(self, values: list[Any], dtype: torch.dtype = torch.int64) -> Tensor:
-        self._refuse_in_capture("from_host")
+        self.refuse_in_capture("from_host")
         with self.quiet():
             tensor = torch.tensor(values, dtype=dtype, device="cpu").to(self.torch_device)
         self.issuer.spend(self.profile.issue_ps)
@@ -114,7 +114,7 @@ class VirtualDevice(Device):
 
     def let_host_read(self, tensors: Sequence[Tensor], name: str) -> None:
         """The host waits until these have their values, and the way of small values to it has passed."""
-        self._refuse_in_capture(name)
+        self.refuse_in_capture(name)
         self.issuer.spend(self.profile.issue_ps)
         entry = self._enqueue_latency("read", name, [self._range(tensor) for tensor in tensors], [])
         self.issuer.let_host_wait(lambda: self.issuer.simulator.run_until(entry), [self.issuer.compute])
@@ -173,7 +173,7 @@ class VirtualDevice(Device):
         self._last_copy = self._issue(operation, stream or self.issuer.compute, rerun)
 
     def synchronise(self) -> None:
-        self._refuse_in_capture("synchronise")
+        self.refuse_in_capture("synchronise")
         self.issuer.let_host_wait(self.issuer.simulator.drain, self.issuer.streams)
 
     # -- capture ----------------------------------------------------------------------------------------------------
@@ -183,7 +183,7 @@ class VirtualDevice(Device):
         return self.current_capture is not None
 
     def capture(self, body: Callable[[], None]) -> VirtualGraph:
-        self._refuse_in_capture("capture")
+        self.refuse_in_capture("capture")
         capture = self.current_capture = Capture(self.issuer.compute)
         stamps = self.stamps.snapshot()
         try:
@@ -196,9 +196,11 @@ class VirtualDevice(Device):
                 capture.undo()
         return VirtualGraph(self, capture.nodes)
 
-    def _refuse_in_capture(self, what: str) -> None:
+    def refuse_in_capture(
+        self, what: str, why: str = "a graph cannot exchange data with the host or wait for it"
+    ) -> None:
         if self.current_capture is not None:
-            raise CaptureError(f"{what} inside a capture: a graph cannot exchange data with the host or wait for it")
+            raise CaptureError(f"{what} inside a capture: {why}")
 
     # -- observing --------------------------------------------------------------------------------------------------
 
@@ -279,7 +281,7 @@ class VirtualDevice(Device):
     # -- results ----------------------------------------------------------------------------------------------------
 
     def mark_step(self, name: str) -> None:
-        self._refuse_in_capture("mark_step")
+        self.refuse_in_capture("mark_step")
         self.issuer.simulator.run_to(self.issuer.host_ps)
         self._marks.append((name, self._marks[-1][2] if self._marks else 0, self.issuer.host_ps))
 
