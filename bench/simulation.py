@@ -1,145 +1,127 @@
-"""How long does simulating take: one decode step of a large model, a sweep of 60 configurations, a search.
+"""How long does the virtual GPU itself take: a decode step on meta, a sweep, a search; in real seconds.
 
-The virtual GPU is only of use where an answer comes sooner than it would from a GPU. Every row is what a user waits
-for, with the time that was promised; models run without weights. Beside the wall time stands the CPU time, which what
-else runs on the machine changes less.
+The models are far larger than the machine, so nothing is computed; what is timed is Python. A decode step is timed
+after a warm-up, which fills the memory of shapes; a sweep and a search are timed whole, from a fresh process on.
 """
 
 from __future__ import annotations
 
-import json
-import resource
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any
 
 from tqdm import tqdm
 
 from bench.arguments import parser, positive
 from bench.machine import REPOSITORY, describe, document, machine, save
 from offload.engine import load
-from offload.errors import OffloadConfigError
+from offload.errors import OffloadConfigWarning
 from offload.model_configs import find
 from offload.virtual import VirtualDevice
 
 PROFILE = "h200-pcie5"
-WARM_STEPS = 2
-PROMPT = 16
 HALF = {"prefetch": {"offload_group_size": 2, "offload_prefetch_step": 2}}
-SWEEP = ["bench", "step", "--model-config", "llama-3.1-8b", "--load-format", "meta", "--device", f"virtual:{PROFILE}"]
-SIXTY = ["--offload-group-size", "3-6", "--offload-num-in-group", "1-4", "--offload-prefetch-step", "1-4"]
-SEARCH = ["offload", "plan", "--model-config", "llama-3.1-70b", "--device", "virtual:rtx4090-pcie4"]
+EXPERTS = {"uva": {"cpu_offload_gb": 2.0**20, "cpu_offload_params": ["experts"]}}
+SWEEP = (
+    f"bench step --model-config llama-3.1-8b --load-format meta --device virtual:{PROFILE} "
+    "--offload-group-size 2,3,4,8,16 --offload-num-in-group 1-3 --offload-prefetch-step 1-5 -o jsonl"
+)
+SEARCH = "offload plan --model-config llama-3.1-70b --device-memory 24GiB --device virtual:rtx4090-pcie4 --json"
 
 
 @dataclass(frozen=True)
-class Wait:
-    """One thing to wait for.
+class Figure:
+    """What was timed.
 
     Attributes:
-        what: as the table calls it.
-        limit_s: the wall time that was promised, on two idle cores.
-        wall_s, cpu_s: medians.
-        samples_s: every wall time.
+        name: what it is.
+        samples_s: real seconds.
+        limit_s: what it is to stay below.
+        configurations: how many a sweep ran; 0 where there is no sweep.
     """
 
-    what: str
-    limit_s: float
-    wall_s: float
-    cpu_s: float
+    name: str
     samples_s: tuple[float, ...]
+    limit_s: float
+    configurations: int = 0
+
+    @property
+    def median_s(self) -> float:
+        return statistics.median(self.samples_s)
 
 
-def decode_steps(model: str, config: dict[str, Any], repetitions: int) -> list[tuple[float, float]]:
-    """(wall, CPU) seconds of single decode steps of a model on the virtual GPU, after warm-up."""
-    with load(str(find(model)[0]), config, VirtualDevice(PROFILE, "meta"), load_format="meta") as engine:
-        decoding = engine.start([[0] * PROMPT], PROMPT + WARM_STEPS + repetitions)
-        for _ in range(WARM_STEPS):
+def decode_steps(name: str, config: dict, steps: int) -> tuple[float, ...]:
+    """Real seconds of each of `steps` decode steps of a shipped model on meta, after two that warm up."""
+    path, _ = find(name)
+    device = VirtualDevice(PROFILE, "meta")
+    with load(str(path), config, device, load_format="meta") as engine:
+        decoding = engine.start([[0] * 16], 16 + steps + 2)
+        for _ in range(2):
             engine.decode_step(decoding)
-        return [_timed(lambda: engine.decode_step(decoding)) for _ in range(repetitions)]
+        samples = []
+        for _ in range(steps):
+            begin = time.perf_counter()
+            engine.decode_step(decoding)
+            samples.append(time.perf_counter() - begin)
+    return tuple(samples)
 
 
-def commands(words: Sequence[str], repetitions: int) -> list[tuple[float, float]]:
-    """(wall, CPU) seconds of a command, from its start to its end.
+def whole(words: str, repetitions: int) -> tuple[tuple[float, ...], str]:
+    """Real seconds of a command in a fresh process, and what it printed last.
 
     Raises:
         RuntimeError: it failed.
     """
-    return [_timed(lambda: _run(words)) for _ in range(repetitions)]
+    samples = []
+    for _ in range(repetitions):
+        begin = time.perf_counter()
+        run = subprocess.run(
+            [sys.executable, "-m", *words.split()], cwd=REPOSITORY, capture_output=True, text=True, check=False
+        )
+        samples.append(time.perf_counter() - begin)
+        if run.returncode:
+            raise RuntimeError(f"python -m {words} failed: {run.stderr.strip().splitlines()[-1]}")
+    return tuple(samples), run.stdout
 
 
-def _run(words: Sequence[str]) -> None:
-    command = [sys.executable, "-m", *words]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(f"python -m {' '.join(words)} failed: {done.stderr.strip()[-200:]}")
+def measure(steps: int, repetitions: int) -> list[Figure]:
+    """Time everything."""
+    jobs = [
+        lambda: Figure("decode step of llama-3.1-70b", decode_steps("llama-3.1-70b", HALF, steps), 1.0),
+        lambda: Figure("decode step of qwen3-235b-a22b", decode_steps("qwen3-235b-a22b", EXPERTS, steps), 3.0),
+        lambda: _sweep(repetitions),
+        lambda: Figure("search for llama-3.1-70b", whole(SEARCH, repetitions)[0], 30.0),
+    ]
+    return [job() for job in tqdm(jobs, desc="simulation", unit="figure", disable=None)]
 
 
-def _timed(action: Callable[[], object]) -> tuple[float, float]:
-    cpu_s, wall_s = _cpu_s(), time.perf_counter()
-    action()
-    return time.perf_counter() - wall_s, _cpu_s() - cpu_s
-
-
-def _cpu_s() -> float:
-    """CPU seconds of this process and of those that it waited for."""
-    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return sum(each.ru_utime + each.ru_stime for each in used)
-
-
-def measure(only: Sequence[str], repetitions: int) -> list[Wait]:
-    """Time what `only` names, in the table's order."""
-    waits = []
-    for name in tqdm(only, desc="simulation", disable=None):
-        what, limit_s, take = WAITS[name]
-        samples = take(repetitions)
-        walls, cpus = zip(*samples, strict=True)
-        waits.append(Wait(what, limit_s, statistics.median(walls), statistics.median(cpus), walls))
-    return waits
-
-
-def _sweep(repetitions: int) -> list[tuple[float, float]]:
-    with tempfile.TemporaryDirectory() as folder:
-        return commands([*SWEEP, *SIXTY, "--plot", str(Path(folder, "heat.png"))], repetitions)
-
-
-WAITS: dict[str, tuple[str, float, Callable[[int], list[tuple[float, float]]]]] = {
-    "70b": ("a decode step of llama-3.1-70b, half offloaded", 1, lambda n: decode_steps("llama-3.1-70b", HALF, n)),
-    "235b": ("a decode step of qwen3-235b-a22b, half offloaded", 3, lambda n: decode_steps("qwen3-235b-a22b", HALF, n)),
-    "sweep": ("`bench step` of llama-3.1-8b, 60 configurations", 120, _sweep),
-    "plan": ("`offload plan` of llama-3.1-70b for 24 GiB", 30, lambda n: commands(SEARCH, n)),
-}
-
-
-def table(waits: Sequence[Wait]) -> str:
-    """What was waited for, in seconds."""
-    lines = ["| what | wall s | CPU s | promised s |", "|---|--:|--:|--:|"]
-    lines += [f"| {wait.what} | {wait.wall_s:.3g} | {wait.cpu_s:.3g} | {wait.limit_s:g} |" for wait in waits]
-    return "\n".join(lines)
+def _sweep(repetitions: int) -> Figure:
+    samples, printed = whole(SWEEP, repetitions)
+    return Figure("sweep of llama-3.1-8b", samples, 120.0, len(printed.splitlines()))
 
 
 def main(argv: Sequence[str]) -> int:
     """Run `python -m bench simulation`; returns the exit code."""
     options = parser("simulation", __doc__)
-    options.add_argument("--only", default=",".join(WAITS), metavar="NAME[,NAME...]", help=f"of {', '.join(WAITS)}")
-    options.add_argument("-r", "--repetitions", type=positive, default=3, help="default 3")
-    options.add_argument("-o", "--output", choices=("md", "json"), default="md", help="form of the result (default md)")
-    options.add_argument("--save", metavar="FILE", type=Path, help="also write a result document (JSON) to FILE")
+    options.add_argument("-n", "--n-gen", type=positive, default=7, help="decode steps (default 7)")
+    options.add_argument("-r", "--repetitions", type=positive, default=1, help="of sweep and search (default 1)")
+    options.add_argument("--save", metavar="FILE", help="write a result document (JSON) to FILE")
     args = options.parse_args(argv)
-    only = args.only.split(",")
-    if unknown := sorted({*only} - {*WAITS}):
-        raise OffloadConfigError(f"--only {', '.join(unknown)[:80]} is not known: choose of {', '.join(WAITS)}")
-    waits = measure(only, args.repetitions)
-    rows = [asdict(wait) for wait in waits]
-    if args.output == "json":
-        print(json.dumps({"machine": machine(), "rows": rows}, indent=1))
-    else:
-        print(f"# How long simulating takes\n\nMachine: {describe(machine())}.\n\n{table(waits)}")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", OffloadConfigWarning)
+        found = measure(args.n_gen, args.repetitions)
+    print("# The virtual GPU in real seconds", "", f"Machine: {describe(machine())}.", "", sep="\n")
+    print("| what | median s | min s | max s | at most s |", "|---|--:|--:|--:|--:|", sep="\n")
+    for each in found:
+        name = f"{each.name}, {each.configurations} rows" if each.configurations else each.name
+        samples = f"{each.median_s:.3f} | {min(each.samples_s):.3f} | {max(each.samples_s):.3f}"
+        print(f"| {name} | {samples} | {each.limit_s:g} |")
     if args.save:
-        save(document("simulation", argv, rows), args.save)
+        commands = {"sweep": f"python -m {SWEEP}", "search": f"python -m {SEARCH}"}
+        rows = [{**asdict(each), "median_s": each.median_s} for each in found]
+        save(document("simulation", argv, rows, commands=commands), args.save)
     return 0
