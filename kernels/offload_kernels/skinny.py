@@ -82,7 +82,7 @@ def skinny_kernel(
 
 
 @triton.jit(do_not_specialize=["M", "N", "splits", "out_stride"])
-def sum_kernel(
+def skinny_sum_kernel(
     partial_ptr, bias_ptr, out_ptr,
     M, N, splits, out_stride,
     HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr,
@@ -150,14 +150,14 @@ def specialise(
 
 
 def specialise_sum(dtype: torch.dtype, *, bias: bool = False) -> Specialisation:
-    """What the compiler is told about `sum_kernel`, which writes ``dtype``."""
+    """What the compiler is told about `skinny_sum_kernel`, which writes ``dtype``."""
     name = runtime.DTYPES[dtype]
     signature = {"partial_ptr": "*fp32", "bias_ptr": f"*{name}" if bias else "constexpr", "out_ptr": f"*{name}"}
     consts: dict[str, Any] = {"HAS_BIAS": bias, "BLOCK": SUM_BLOCK}
     signature |= dict.fromkeys(("M", "N", "splits", "out_stride"), "i32") | dict.fromkeys(consts, "constexpr")
     consts |= {} if bias else {"bias_ptr": None}
     pointers = ("partial_ptr", *(("bias_ptr",) if bias else ()), "out_ptr")
-    return Specialisation("sum_kernel", signature, consts, pointers, 4, 1)
+    return Specialisation("skinny_sum_kernel", signature, consts, pointers, 4, 1)
 
 
 def run(
@@ -195,7 +195,7 @@ def run(
             **consts, num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
         if split:
-            sum_kernel[(triton.cdiv(N, SUM_BLOCK), M)](
+            skinny_sum_kernel[(triton.cdiv(N, SUM_BLOCK), M)](
                 result, bias, target, M, N, launch.splits, target.stride(0), HAS_BIAS=bias is not None, BLOCK=SUM_BLOCK
             )
     if target is not out:

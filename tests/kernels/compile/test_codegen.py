@@ -27,6 +27,11 @@ def test_the_cases_are_every_kernel_on_every_architecture():
     assert found == {(kernel, arch) for kernel in codegen.KERNELS for arch in (80, 89, 90, 100, 120)}
 
 
+def test_a_profiler_can_tell_the_kernels_apart():
+    names = {case.module.__name__: case.spec.kernel for case in CASES}
+    assert len(names) == len(set(names.values())) == 3
+
+
 def a_case(kernel: str, arch: int = 90, dtype: str = "bf16", **changed) -> codegen.Case:
     """The last default case of a kernel, which is the one with a ring if there is one, with something changed."""
     found = [case for case in CASES if (case.kernel, case.arch, case.dtype) == (kernel, arch, dtype)]
