@@ -240,6 +240,9 @@ class VirtualDevice(Device):
             self._last_copy.bring(layer)
         if self.current_capture is not None:
             self.current_capture.nodes.append(CapturedStamp(where, layer, check=False))
+        elif not self.stamps.name(where):
+            # A slot holds what is copied into it: a layer whose copy was too short reads what nothing has written.
+            self.races.blank_rest(where)
         self.stamps.put(where, layer)
 
     def check_stamp(self, buffer: Tensor, layer: int) -> None:

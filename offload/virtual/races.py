@@ -54,6 +54,11 @@ class RaceDetector:
         if start < end:
             self._segments[storage] = [_Segment(start, end, None, {}, blank=True)]
 
+    def blank_rest(self, where: Range) -> None:
+        """Note that of these bytes those that nothing has touched hold nothing."""
+        for segment in self._touch(where):
+            segment.blank = segment.blank or (segment.write is None and not segment.reads)
+
     def read(self, entry: Entry, clock: Clock, where: Range) -> None:
         """Check and note that `entry`, before which `clock` is ordered, reads these bytes.
 

@@ -172,3 +172,17 @@ def test_memory_that_nothing_has_written(rig):
             fresh + 1
         fresh[4:].copy_(fresh[:4])
         fresh + 1
+
+
+def test_a_slot_holds_only_what_was_copied_into_it(rig):
+    rig.device.copy(rig.slots[0][:40], rig.host[:40], rig.side)
+    rig.device.stamp(rig.slots[0], 3)
+    rig.order(rig.side, None)
+    with rig.device.active():
+        rig.slots[0][:40] + 1
+        with pytest.raises(RaceError, match="reads bytes 40..64 of slot 0 .layer 3., which nothing has written"):
+            rig.slots[0] + 1
+    rig.order(None, rig.side)
+    rig.onload()
+    rig.order(rig.side, None)
+    rig.read()
