@@ -10,6 +10,7 @@ from offload.config import OffloadConfig
 from offload.models import parameter_specs
 from offload.plan import plan
 from offload.suggest import bus_bytes_per_token
+from offload.text import gib
 from tests.tiny_folder import CONFIG
 
 UVA = '{"uva": {"cpu_offload_gb": 0.00005}}'
@@ -155,5 +156,10 @@ def test_a_mixture_of_experts_reads_only_routed_ones_and_is_told_so(capsys, tmp_
     (better,) = shown["suggestions"]
     assert better["config"]["uva"]["cpu_offload_params"] == ["mlp.experts"]
     assert better["bus_bytes_per_token"] < shown["bus_bytes_per_token"]
-    code, _, _ = inspect(capsys, json.dumps(better["config"]), "--model", str(tmp_path))
-    assert code == 0
+    code, out, _ = inspect(capsys, json.dumps(better["config"]), "--model", str(tmp_path), "--json")
+    selected = json.loads(out)["plan"]
+    assert code == 0 and selected["bus_bytes_per_token"] == better["bus_bytes_per_token"]
+    assert selected["default_order_bus_bytes_per_token"] == shown["bus_bytes_per_token"]
+    assert shown["default_order_bus_bytes_per_token"] is None
+    _, out, _ = inspect(capsys, json.dumps(better["config"]), "--model", str(tmp_path))
+    assert f"per decode token ({gib(shown['bus_bytes_per_token'])} without selectors)" in out

@@ -9,7 +9,7 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -45,6 +45,8 @@ class PlannedModel:
     plan: Plan
     bus_bytes_per_token: int
     suggestions: Sequence[Suggestion]
+    default_order_bus_bytes_per_token: int | None = None
+    """The same budget spent in the order of declaration; None where that is what the configuration asks for."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -112,7 +114,17 @@ def planned_model(path: str, config: OffloadConfig, dtype: str | None = None) ->
         plan=made,
         bus_bytes_per_token=bus_bytes_per_token(made, parameters, experts),
         suggestions=suggestions(made, parameters, config, experts),
+        default_order_bus_bytes_per_token=_default_order(parameters, config, experts) if made.offloaded else None,
     )
+
+
+def _default_order(
+    parameters: Sequence[ParameterSpec], config: OffloadConfig, experts: tuple[int, int] | None
+) -> int | None:
+    if config.resolved_backend != "uva" or not config.uva.cpu_offload_params:
+        return None
+    unselected = replace(config, uva=replace(config.uva, cpu_offload_params=set()))
+    return bus_bytes_per_token(plan(parameters, unselected), parameters, experts)
 
 
 def _check_headers(folder: Path, model: Any) -> None:
@@ -134,6 +146,7 @@ def _as_json(config: OffloadConfig, model: PlannedModel | None) -> dict[str, Any
     if model:
         shown["plan"] = {name: getattr(model.plan, name) for name in PLAN_FIELDS}
         shown["plan"]["bus_bytes_per_token"] = model.bus_bytes_per_token
+        shown["plan"]["default_order_bus_bytes_per_token"] = model.default_order_bus_bytes_per_token
         shown["plan"]["suggestions"] = [
             {
                 "text": better.text,
@@ -171,7 +184,9 @@ def _summary(config: OffloadConfig, model: PlannedModel) -> Iterator[str]:
         yield f"stalls    {f'layers {ranges(made.stalling_layers)}' if made.stalling_layers else 'none by plan'}"
     stays_bytes = total_bytes - made.offloaded_bytes + made.slot_bytes
     yield f"device    {gib(made.freed_bytes)} freed, {gib(stays_bytes)} stay (weights and slots)"
-    yield f"bus       {gib(model.bus_bytes_per_token)} per decode token"
+    unselected_bytes = model.default_order_bus_bytes_per_token
+    beside = f" ({gib(unselected_bytes)} without selectors)" if unselected_bytes is not None else ""
+    yield f"bus       {gib(model.bus_bytes_per_token)} per decode token{beside}"
     for better in model.suggestions:
         yield f"better    {better.text}"
 
