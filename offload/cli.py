@@ -5,7 +5,6 @@ and `run(arguments) -> exit code`. Those modules import torch only when they run
 """
 
 import argparse
-import contextlib
 import importlib
 import os
 import pkgutil
@@ -13,7 +12,7 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 from types import ModuleType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO
 
 from offload import __version__, commands
 from offload.errors import ModelLoadError, OffloadConfigError, OffloadConfigWarning
@@ -95,7 +94,7 @@ def _exit_code(run: Callable[[], int]) -> int:
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except BrokenPipeError:
-        _discard_stdout()
+        _discard(sys.__stdout__)
         return EXIT_BROKEN_PIPE
     except (ValueError, RuntimeError, MemoryError, OSError) as error:
         return _fatal(error, EXIT_GENERATION)
@@ -106,19 +105,26 @@ def _flushed(code: int) -> int:
     return code
 
 
-def _discard_stdout() -> None:
-    """Give stdout's buffer somewhere to go: the interpreter flushes it once more at exit, and the reader has left."""
+def _discard(stream: TextIO) -> None:
+    """Give a stream's buffer somewhere to go: the interpreter flushes it once more at exit, and the reader has left."""
     with open(os.devnull, "wb") as nowhere:
-        os.dup2(nowhere.fileno(), sys.__stdout__.fileno())
+        os.dup2(nowhere.fileno(), stream.fileno())
+
+
+def _say(line: str) -> None:
+    """Print to stderr; if nobody reads it, the exit code still says what happened."""
+    try:
+        print(line, file=sys.stderr, flush=True)
+    except OSError:
+        _discard(sys.__stderr__)
 
 
 def _fatal(error: BaseException, code: int) -> int:
     text = " ".join(str(error).split()) or type(error).__name__
-    with contextlib.suppress(OSError):  # nobody reads stderr: the code still says what happened
-        print(f"offload: fatal: {text}", file=sys.stderr)
+    _say(f"offload: fatal: {text}")
     return code
 
 
 def _print_warning(message: Warning | str, category: type[Warning], *_: Any, **__: Any) -> None:
     subject = "offload_config: " if issubclass(category, OffloadConfigWarning) else ""
-    print(f"[offload] {subject}{' '.join(str(message).split())}", file=sys.stderr)
+    _say(f"[offload] {subject}{' '.join(str(message).split())}")

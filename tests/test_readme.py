@@ -11,7 +11,7 @@ DOCUMENTS = [
     path for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "kernels" / "README.md") if path.exists()
 ]
 LINK = re.compile(r"\]\(([^)#]+)(?:#[^)]*)?\)")
-MEASURED = re.compile(r"\d[\d.,]*\s*(?:tok/s|tokens/s|GB/s|MB/s|GiB/s|TFLOP/s|ms\b|µs\b|us\b|%|×|x\b)")
+MEASURED = re.compile(r"\d[\d.,]*[^\S\n]*(?:tok/s|tokens/s|GB/s|MB/s|GiB/s|TFLOP/s|ms\b|µs\b|us\b|%|×|x\b)")
 ABSOLUTE = re.compile(r"(?<![\w.:/])/(?:home|root|work|tmp|mnt|data|Users)/")
 
 
