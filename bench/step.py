@@ -23,7 +23,7 @@ from bench.machine import GIB, portable
 from bench.outcome import Outcome, notes_of, picture_of, title_of
 from bench.plot import save_figure
 from bench.ranges import parse_floats, parse_ints
-from bench.rows import Row, short_config
+from bench.rows import NOT_LOADED, Row, short_config
 from bench.subject import Subject, subject_of
 from bench.sweep import Sizes, sweep
 from offload.config import OffloadConfig
@@ -142,9 +142,11 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _by_test(rows: Sequence[Row]) -> dict[tuple[str, int], list[Row]]:
+    """The rows of each test and batch; those that did not come to a test are in none."""
     found: dict[tuple[str, int], list[Row]] = {}
     for row in rows:
-        found.setdefault((row.test, row.batch), []).append(row)
+        if row.test != NOT_LOADED:
+            found.setdefault((row.test, row.batch), []).append(row)
     return found
 
 

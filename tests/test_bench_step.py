@@ -10,6 +10,7 @@ from bench.heat import heat_figure, place
 from bench.rows import Row
 from bench.step import best_rows
 from offload.config import OffloadConfig
+from offload.virtual.profiles import dump_profile, load_profile
 from tests.test_bench_budget import TINY
 
 GIB = 1 << 30
@@ -87,6 +88,23 @@ def row(speed, memory_gib, group=2, count=1, ahead=1, backend="prefetch"):
     times = {"tokens_per_s": speed, "step_s": 1 / speed, "stall_s": 0.01, "samples_s": (1 / speed,)} if speed else {}
     sizes = {"device_bytes": int(memory_gib * GIB), "slot_bytes": GIB}
     return Row(backend, text, "m", "virtual:x", True, "meta", 1, "tg4", **times, **sizes)
+
+
+def test_what_does_not_fit_has_no_picture_of_its_own(config, capsys):
+    tight = config.parent / "tight.json"
+    document = json.loads(dump_profile(load_profile("h200-pcie5")))
+    document["numbers"]["memory_bytes"]["value"] = 300_000  # for all layers on the host, not for half of them
+    tight.write_text(json.dumps(document))
+    words = ["--device", f"virtual:{tight}", "--offload-group-size", "1,2", "--offload-prefetch-step", "1"]
+    assert step(config, *words, "-o", "json") == 0
+    out = capsys.readouterr()
+    assert {row["test"] for row in json.loads(out.out)["rows"]} == {"load", "tg2"}
+    assert out.err.count("picture") == 1 and (config.parent / "heat.png").is_file()
+    document["numbers"]["memory_bytes"]["value"] = 1
+    tight.write_text(json.dumps(document))
+    (config.parent / "heat.png").unlink()
+    assert step(config, *words) == 0
+    assert "picture" not in capsys.readouterr().err and not (config.parent / "heat.png").exists()
 
 
 def test_rows_that_no_other_beats():
