@@ -180,3 +180,19 @@ def test_a_missing_expert_is_named(tmp_path):
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(ModelLoadError, match=r"missing tensor \"model.layers.1.mlp.experts.4.up_proj.weight\""):
         offload.load(str(tmp_path), device="cpu")
+
+
+@pytest.mark.parametrize("variation", ["qwen3-normalised", "qwen2-shared", "mixtral"])
+def test_a_router_in_bf16_rounds_where_transformers_does(variation, tmp_path):
+    name, options = VARIATIONS[variation]
+    theirs, config = reference_model(name, tmp_path, **options)
+    router = theirs.to(torch.bfloat16).model.layers[1].mlp.gate
+    ours = models.build(config, torch.bfloat16).layers[1].mlp
+    ours.gate.to_empty(device="cpu")
+    x = torch.randn(7, SIZES["hidden_size"], dtype=torch.bfloat16)
+    with torch.inference_mode():
+        ours.gate.weight.copy_(router.weight)
+        _, weights, ids = router(x)
+        our_ids, our_weights = ours.route(x)
+    assert torch.equal(our_ids, ids)
+    assert our_weights.dtype is weights.dtype and torch.equal(our_weights, weights)
