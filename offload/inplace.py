@@ -245,6 +245,9 @@ def offload_(
     autograd. `nn.Linear` layers with a host weight read it in place by our kernels, everything else reads it through
     a device view (uva), or both read it from device slots (prefetch).
 
+    Layers have to be called as modules: one whose `forward` or parts are run without it raises, because its weights
+    are brought by the call. Keep the handle: without it the module works, and cannot be restored.
+
     Args:
         module: any model with its weights, from transformers or diffusers or your own.
         config: vLLM's OffloadConfig as JSON text, dict or object; selectors match the module's own names.
