@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,65 +25,10 @@ from offload.errors import ModelLoadError, OffloadConfigError, OffloadConfigWarn
 from offload.guard import guard, guard_layers, is_guarded, unguard
 from offload.hooks import remove_hooks
 from offload.layers import find_layers
+from offload.originals import Original, originals_of
 from offload.plan import Plan, plan
 from offload.report import MemoryReport
 from offload.text import quoted, shortened
-
-
-@dataclass(eq=False)
-class _Original:
-    """A parameter or buffer as it was.
-
-    Attributes:
-        tensor: the module's own object; emptied while its weight is on the host.
-        names: every name that it has in the module.
-        device, size, stride: of the tensor.
-        requires_grad: its flag.
-        in_inference: it was made in inference mode, and stays a tensor of that kind.
-    """
-
-    tensor: Tensor
-    names: list[str]
-    device: torch.device
-    size: torch.Size
-    stride: tuple[int, ...]
-    requires_grad: bool
-    in_inference: bool
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> _Original:
-        size, stride = tensor.size(), tensor.stride()
-        return cls(tensor, [], tensor.device, size, stride, tensor.requires_grad, tensor.is_inference())
-
-    @property
-    def nbytes(self) -> int:
-        return self.size.numel() * self.tensor.element_size()
-
-    def copy_of(self, source: Tensor) -> Tensor:
-        """These bytes in memory of their own, where it was and as it was laid out."""
-        with torch.inference_mode(self.in_inference):
-            return torch.empty_strided(self.size, self.stride, dtype=source.dtype, device=self.device).copy_(source)
-
-    def move_to(self, place: torch.device) -> None:
-        """Put its bytes elsewhere; the object, and whoever holds it, stays."""
-        if self.tensor.device != place:
-            with torch.inference_mode(self.in_inference):
-                self.tensor.data = self.tensor.data.to(place)
-
-    def hold(self, data: Tensor) -> None:
-        """Give it other bytes; the object, and whoever holds it, stays."""
-        with torch.inference_mode(self.in_inference):
-            self.tensor.data = data
-
-    def freeze(self, frozen: bool = True) -> None:
-        """Stop autograd from recording it, or give it its own flag back."""
-        with torch.inference_mode(self.in_inference):
-            self.tensor.requires_grad_(self.requires_grad and not frozen)
-
-    def empty(self) -> None:
-        """Let go of its bytes."""
-        with torch.inference_mode(self.in_inference):
-            self.tensor.data = self.tensor.data.new_empty(0)
 
 
 class Offloaded:
@@ -108,7 +53,7 @@ class Offloaded:
         self.plan.require_offload()
         chosen = set(self.plan.offloaded)
         self._weights = [weight for weight in weights if weight.name in chosen]
-        self._host, self._resident = _originals(module, chosen)
+        self._host, self._resident = originals_of(module, chosen)
 
     # -- there ------------------------------------------------------------------------------------------------------
 
@@ -177,17 +122,17 @@ class Offloaded:
             memory = self._device.host_memory() if on_host else self._device.device_memory()
             require_memory(f"{place} to restore the weights", nbytes, memory, "free some; the model stays offloaded")
 
-    def _all_taken(self) -> dict[_Original, Tensor]:
+    def _all_taken(self) -> dict[Original, Tensor]:
         with torch.inference_mode(False), torch.no_grad():
             return {original: self._taken(original) for original in self._host}
 
-    def _taken(self, original: _Original) -> Tensor:
+    def _taken(self, original: Original) -> Tensor:
         """The weight of `original` in memory of its own, where it was: from the slab if it has gone there."""
         if original.tensor.data.numel() == original.size.numel():
             return original.tensor.data
         return original.copy_of(self._backend.destination(original.names[0]))
 
-    def _undo(self, back: Mapping[_Original, Tensor]) -> None:
+    def _undo(self, back: Mapping[Original, Tensor]) -> None:
         """Bind the module's own parameters again, with these weights. Every step of it can be taken twice."""
         unguard(self._module)
         if self._backend is not None:
@@ -313,18 +258,3 @@ def _own_gpu(module: nn.Module) -> str | None:
     if len(places) > 1:
         raise ValueError(f"the module is spread over {quoted(sorted(places))}: one GPU per process is supported")
     return places.pop() if places else None
-
-
-def _originals(module: nn.Module, chosen: set[str]) -> tuple[list[_Original], list[_Original]]:
-    """The parameters that go to the host, and the parameters and buffers that stay, each once with all its names."""
-    host: dict[int, _Original] = {}
-    resident: dict[int, _Original] = {}
-    for name, tensor in _named_tensors(module):
-        kind = host if name in chosen else resident
-        kind.setdefault(id(tensor), _Original.of(tensor)).names.append(name)
-    return list(host.values()), list(resident.values())
-
-
-def _named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from module.named_parameters(remove_duplicate=False)
-    yield from module.named_buffers(remove_duplicate=False)

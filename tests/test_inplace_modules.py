@@ -15,6 +15,7 @@ import offload
 from offload import guard
 from offload.backend import Backend
 from offload.device import open_device
+from offload.originals import Original
 from tests.test_inplace import CONFIGS, PREFETCH, UVA, assert_as_before, odd_toy, snapshot
 from tests.toys import TOKENS, Toy, logits
 
@@ -300,7 +301,7 @@ def test_ctrl_c_while_weights_are_bound_back_leaves_nothing_half_done(during, pl
         "unguard": (offload.inplace, "unguard", 0),
         "remove_hooks": (offload.inplace, "remove_hooks", 0),
         "detach": (Backend, "detach", 0),
-        "set_grad": (offload.inplace._Original, "hold", 2),
+        "set_grad": (Original, "hold", 2),
     }[place]
     interrupt = Interrupt(getattr(owner, name), count)
     monkeypatch.setattr(owner, name, lambda *args: interrupt(*args))
