@@ -4,8 +4,13 @@ import re
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from offload.virtual import RaceError, StampError, VirtualDevice
+from offload.virtual.clocks import VirtualEvent
+from offload.virtual.issue import Operation
+from tests.virtual.programs import Program
 
 N = 64
 
@@ -186,3 +191,57 @@ def test_a_slot_holds_only_what_was_copied_into_it(rig):
     rig.onload()
     rig.order(rig.side, None)
     rig.read()
+
+
+# -- any program, against a search through all pairs -----------------------------------------------------------------
+
+BYTES = st.tuples(st.integers(0, 9), st.integers(1, 6)).map(lambda pair: (1, pair[0], pair[0] + pair[1]))
+STREAMS = EVENTS = st.integers(0, 2)
+PROGRAMS = st.lists(
+    st.one_of(
+        st.tuples(st.just("work"), STREAMS, st.lists(BYTES, max_size=1), st.lists(BYTES, max_size=1)),
+        st.tuples(st.sampled_from(["record", "wait"]), STREAMS, EVENTS),
+        st.just(("synchronise",)),
+    ),
+    max_size=40,
+)
+
+
+def overlap(some, others):
+    return any(max(a[1], b[1]) < min(a[2], b[2]) for a in some for b in others)
+
+
+@given(program=PROGRAMS)
+@settings(max_examples=400, deadline=None)
+def test_a_race_is_a_pair_that_nothing_orders(toy, program):
+    run = Program(toy())
+    streams = [run.issuer.compute, run.copy_stream, run.issuer.add_stream("copy 2")]
+    events, recorded = [VirtualEvent() for _ in range(3)], {}
+    done, before = [], [frozenset()] * 3  # what was issued; what is ordered before the next of each stream
+    for what, *arguments in program:
+        if what == "work":
+            stream, reads, writes = arguments
+            races = any(
+                overlap(reads, written) or overlap(writes, written) or overlap(writes, read)
+                for index, (read, written) in enumerate(done)
+                if index not in before[stream]
+            )
+            operation = Operation("kernel", "kernel", None, 0, {}, reads, writes)
+            if races:
+                with pytest.raises(RaceError):
+                    run.issuer.enqueue(operation, streams[stream])
+                return
+            run.issuer.enqueue(operation, streams[stream])
+            before[stream] |= {len(done)}
+            done.append((reads, writes))
+        elif what == "record":
+            stream, event = arguments
+            run.issuer.record(events[event], streams[stream])
+            recorded[event] = before[stream]
+        elif what == "wait" and arguments[1] in recorded:
+            stream, event = arguments
+            run.issuer.wait(events[event], streams[stream], None, "stall")
+            before[stream] |= recorded[event]
+        elif what == "synchronise":
+            run.run()
+            before = [frozenset(range(len(done)))] * 3
