@@ -2,11 +2,13 @@
 
 A sharded checkpoint is written to a temporary folder and read by both, in turn. The plain way is what a loader without
 destinations does: `get_tensor(name).clone()` for every tensor. Both find the files in the page cache, and before each
-arm as much memory as it needs is touched and given back, so that neither pays for the machine's first use of a page.
+arm as much memory as it needs is touched and given back, so that neither pays for the machine's first use of a page, and
+neither finds what the last round left in the process.
 """
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import json
 import statistics
@@ -124,8 +126,15 @@ class Sample(NamedTuple):
 
 
 def timed(run: Callable[[], Any], nbytes: int) -> Sample:
-    """Time one run in memory that the machine has touched before; what it loaded is dropped afterwards."""
+    """Time one run as if it were its process's first; what it loaded is dropped afterwards.
+
+    A model is loaded once. What earlier rounds left in the C library's free lists is given back, or tensors that are
+    allocated one by one would find pages that are already mapped; the machine itself has touched as many before.
+    """
     gc.collect()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's; others keep no such lists
+    if trim is not None:
+        trim(0)
     # Last, because a hypervisor may take pages back a moment after they were freed.
     map_anonymous(nbytes).fill_(1)
     start_cpu, start = time.process_time(), time.perf_counter()
