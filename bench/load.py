@@ -2,7 +2,7 @@
 
 A sharded checkpoint is written to a temporary folder and read by both, in turn. The plain way is what a loader without
 destinations does: `get_tensor(name).clone()` for every tensor. Both find the files in the page cache, and before each
-arm as much memory as it needs is touched and given back, so that neither pays for the machine's first use of a page, and
+arm as much memory as it needs is touched and given back: neither pays for the machine's first use of a page, and
 neither finds what the last round left in the process.
 """
 
