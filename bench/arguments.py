@@ -48,6 +48,12 @@ def add_model(to: argparse.ArgumentParser) -> None:
     to.add_argument("--dtype", choices=DTYPES, help="of the weights (default: the model's)")
 
 
+def add_profile(to: argparse.ArgumentParser) -> None:
+    """`--profile NAME|FILE`."""
+    text = "rates for the bound of a real GPU; with --device virtual, the GPU that is simulated"
+    to.add_argument("--profile", metavar="NAME|FILE", help=text)
+
+
 def add_sizes(to: argparse.ArgumentParser, prompt: str = "512", decode: str = "32") -> None:
     """`-p`, `-n`, `-b` (lists and ranges) and `-r`, as llama-bench has them; 0 skips that test."""
     to.add_argument("-p", "--n-prompt", type=parse_ints, default=prompt, help=f"prompt tokens (default {prompt})")

@@ -17,7 +17,7 @@ from bench.arms import NO_OFFLOAD, budget, default_budgets, distinct, equal_memo
 from bench.judge import Judge
 from bench.outcome import Outcome, notes_of, picture_of, title_of
 from bench.ranges import parse_floats
-from bench.subject import Subject, subject_of
+from bench.subject import Subject, require_real, subject_of
 from bench.sweep import Sizes, sweep
 from offload.config import OffloadConfig
 from offload.errors import OffloadConfigError
@@ -73,7 +73,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         help="after each prefetch configuration, also the uva budget that frees the same device memory",
     )
     parser.add_argument("--graph", action="store_true", help="replay captured decode steps (not on a CPU)")
-    parser.add_argument("--profile", metavar="NAME|FILE", help="rates for the bound of a real GPU")
+    arguments.add_profile(parser)
     arguments.add_sizes(parser)
     arguments.add_output(parser)
     parser.add_argument("--plot", type=Path, metavar="FILE", help="the picture (default: budget-MODEL-DEVICE.png)")
@@ -89,8 +89,7 @@ def main(argv: Sequence[str]) -> int:
     subject = subject_of(args)
     configs = configs_of(args, subject)
     device = subject.open_device()
-    if args.profile and device.torch_device.type != "cuda":
-        raise OffloadConfigError(f"--profile gives the bound of a real GPU, and this is {device.name}: leave it out")
+    require_real(device, args.profile)
     sizes = Sizes(args.n_prompt, args.n_gen, args.batch, args.repetitions or (1 if device.simulated else 3))
     outcome = Outcome("budget", argv, title_of(subject, device), notes_of(device, args.profile))
     picture = args.plot or picture_of("budget", subject, device)

@@ -24,7 +24,7 @@ from bench.outcome import Outcome, notes_of, picture_of, title_of
 from bench.plot import save_figure
 from bench.ranges import parse_floats, parse_ints
 from bench.rows import NOT_LOADED, Row, short_config
-from bench.subject import Subject, subject_of
+from bench.subject import Subject, require_real, subject_of
 from bench.sweep import Sizes, sweep
 from offload.config import OffloadConfig
 from offload.errors import OffloadConfigError
@@ -106,7 +106,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         "--device-memory", type=parse_floats, default=(), metavar="GIB[,GIB...]", help="print the best for each amount"
     )
     parser.add_argument("--graph", action="store_true", help="replay captured decode steps (not on a CPU)")
-    parser.add_argument("--profile", metavar="NAME|FILE", help="rates for the bound of a real GPU")
+    arguments.add_profile(parser)
     arguments.add_sizes(parser, prompt="0", decode="4")
     arguments.add_output(parser)
     parser.add_argument("--plot", type=Path, metavar="FILE", help="the heat maps (default: step-MODEL-DEVICE.png)")
@@ -122,8 +122,7 @@ def main(argv: Sequence[str]) -> int:
     subject = subject_of(args)
     configs, skipped = configs_of(args, subject)
     device = subject.open_device()
-    if args.profile and device.torch_device.type != "cuda":
-        raise OffloadConfigError(f"--profile gives the bound of a real GPU, and this is {device.name}: leave it out")
+    require_real(device, args.profile)
     sizes = Sizes(args.n_prompt, args.n_gen, args.batch, args.repetitions or (1 if device.simulated else 3))
     notes = [*notes_of(device, args.profile), *(f"Left out: {text}" for text in skipped)]
     outcome = Outcome("step", argv, title_of(subject, device), notes)

@@ -69,15 +69,33 @@ class Subject:
 def subject_of(args: argparse.Namespace) -> Subject:
     """The subject that the options of `bench.arguments.add_model` name.
 
+    `--device virtual --profile FILE` is `--device virtual:FILE`; elsewhere a profile gives the bound of a real GPU.
+
     Raises:
         OffloadConfigError: they contradict each other.
         ModelLoadError: no such model.
     """
+    device, profile = args.device, getattr(args, "profile", None)
+    if device == "virtual":
+        if not profile:
+            raise OffloadConfigError("--device virtual names no GPU: use virtual:NAME, or add --profile FILE")
+        device, args.profile = f"virtual:{profile}", None
     path, name = find(args.model_config) if args.model_config else (Path(args.model), Path(args.model).name)
     load_format = args.load_format or ("dummy" if args.model_config else "safetensors")
-    is_virtual = (args.device or "").startswith("virtual:")
+    is_virtual = (device or "").startswith("virtual:")
     if load_format == "meta" and not is_virtual:
         raise OffloadConfigError("--load-format meta has no weights to compute with: add --device virtual:NAME")
     if load_format == "safetensors" and args.model_config:
         raise OffloadConfigError("--model-config names no weights: use --model DIR, or --load-format dummy or meta")
-    return Subject(path, name or Path.cwd().name, load_format, args.device, args.dtype, getattr(args, "graph", False))
+    return Subject(path, name or Path.cwd().name, load_format, device, args.dtype, getattr(args, "graph", False))
+
+
+def require_real(device: Device, profile: str | None) -> None:
+    """Refuse a profile where it would have no effect: a simulated GPU has its own, and a CPU no bound.
+
+    Raises:
+        OffloadConfigError: there is a profile, and the device is no real GPU.
+    """
+    if profile and device.torch_device.type != "cuda":
+        remedy = "leave it out, or give --device virtual"
+        raise OffloadConfigError(f"--profile gives the bound of a real GPU, and this is {device.name}: {remedy}")

@@ -148,6 +148,8 @@ def test_meta_needs_no_weights_and_compares_no_tokens(config, capsys):
         (["--load-format", "meta"], 2, "add --device virtual:NAME"),
         (["--device", "virtual:none-such"], 3, "none-such"),
         (["--profile", "h200-pcie5"], 2, "--profile gives the bound of a real GPU, and this is cpu"),
+        (["--device", "virtual"], 2, "names no GPU: use virtual:NAME, or add --profile FILE"),
+        (["--device", "virtual:gh200", "--profile", "gh200"], 2, "give --device virtual"),
         (["-p", "0", "-n", "0"], 2, "leave nothing to measure"),
         (["-r", "0"], 2, "'0' is not a whole number of at least 1"),
     ],
@@ -188,3 +190,13 @@ def test_ctrl_c_keeps_the_rows_that_are_done(config):
     assert first["test"] == "tg2" and rest == ""
     assert "interrupted: 1 of 12 rows are done and kept" in errors and "Traceback" not in errors
     assert picture.stat().st_size > 1000
+
+
+def test_a_profile_is_the_virtual_gpu_where_no_other_is_named(config, capsys):
+    words = ["--model-config", str(config), "--load-format", "meta", "-p", "0", "-n", "1", "-o", "json"]
+    picture = ["--plot", str(config.parent / "picture.png")]
+    rows = {}
+    for device in (["--device", "virtual", "--profile", "gh200"], ["--device", "virtual:gh200"]):
+        assert main(["budget", *words, *device, *picture]) == 0
+        rows[len(device)] = json.loads(capsys.readouterr().out)["rows"]
+    assert rows[4] == rows[2] and rows[4][0]["device"] == "virtual:gh200"
