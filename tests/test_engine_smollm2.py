@@ -1,7 +1,5 @@
 """The example model against transformers: 20 prompts, 32 greedy tokens each, in fp32, where no two logits tie."""
 
-import warnings
-
 import pytest
 import torch
 
@@ -80,17 +78,42 @@ def test_ragged_batches_of_four(engine, expected):
 
 CONFIGS = {
     "uva": {"uva": {"cpu_offload_gb": 0.05}},
+    "uva-one-weight": {"uva": {"cpu_offload_gb": 1e-9}},
+    "uva-all": {"uva": {"cpu_offload_gb": 1}},
     "uva-mlp": {"uva": {"cpu_offload_gb": 1, "cpu_offload_params": ["mlp"]}},
+    "uva-norms": {"uva": {"cpu_offload_gb": 1, "cpu_offload_params": ["input_layernorm", "o_proj"]}},
+    "uva-layer": {"uva": {"cpu_offload_gb": 1, "cpu_offload_params": ["layers.3", "layers.29"]}},
     "prefetch": {"prefetch": {"offload_group_size": 4, "offload_num_in_group": 2, "offload_prefetch_step": 2}},
+    "prefetch-all": {"prefetch": {"offload_group_size": 1}},
+    "prefetch-odd": {"prefetch": {"offload_group_size": 7, "offload_num_in_group": 3, "offload_prefetch_step": 5}},
+    "prefetch-last": {"prefetch": {"offload_group_size": 30}},
+    "prefetch-all-slots": {"prefetch": {"offload_group_size": 10, "offload_prefetch_step": 6}},
+    "prefetch-some": {"prefetch": {"offload_group_size": 3, "offload_params": ["qkv_proj", "down_proj"]}},
 }
+SHORT = 6
 
 
+@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+def plain(request, folder):
+    """The dtype, and the tokens of a ragged batch without offload."""
+    with offload.load(folder, device="cpu", dtype=request.param) as engine:
+        return request.param, tokens_of(engine.generate(PROMPTS[:3], SHORT))
+
+
+@pytest.mark.filterwarnings("ignore::offload.OffloadConfigWarning")
 @pytest.mark.parametrize("name", CONFIGS)
-def test_the_same_tokens_when_offloaded(name, folder, expected):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", offload.OffloadConfigWarning)
-        with offload.load(folder, CONFIGS[name], "cpu", dtype="float32") as engine:
-            assert tokens_of(engine.generate(PROMPTS[:4], NEW)) == expected[:4]
+def test_the_same_tokens_when_offloaded_three_times_in_a_row(name, folder, plain):
+    dtype, expected = plain
+    with offload.load(folder, CONFIGS[name], "cpu", dtype=dtype) as engine:
+        for _ in range(3):
+            assert tokens_of(engine.generate(PROMPTS[:3], SHORT)) == expected
+
+
+@pytest.mark.filterwarnings("ignore::offload.OffloadConfigWarning")
+@pytest.mark.parametrize("name", ["uva", "prefetch"])
+def test_transformers_tokens_when_offloaded(name, folder, expected):
+    with offload.load(folder, CONFIGS[name], "cpu", dtype="float32") as engine:
+        assert tokens_of(engine.generate(PROMPTS[:4], NEW)) == expected[:4]
 
 
 def test_a_conversation_is_encoded_as_transformers_does(engine, folder):
