@@ -9,7 +9,15 @@ from safetensors.torch import load_file, save_file
 import offload
 from offload import models
 from offload.errors import ModelLoadError
-from tests.models.tiny import PROMPTS, SIZES, bound_model, our_logits, reference_model, relative_error
+from tests.models.tiny import (
+    PROMPTS,
+    SIZES,
+    assert_ragged_logits_agree,
+    bound_model,
+    our_logits,
+    reference_model,
+    relative_error,
+)
 
 QWEN3 = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20, "head_dim": 8}
 QWEN2 = {
@@ -39,19 +47,29 @@ VARIATIONS = {
 }
 
 
+EVERYWHERE = {
+    "no offload": None,
+    "uva": {"uva": {"cpu_offload_gb": 1}},
+    "prefetch": {"prefetch": {"offload_group_size": 1, "offload_prefetch_step": 2}},
+}
+
+
+@pytest.mark.filterwarnings("ignore::offload.OffloadConfigWarning")
 @pytest.mark.parametrize("variation", VARIATIONS)
 def test_logits_agree_with_transformers(variation, tmp_path):
+    """Prefill and decode, one sequence, two, and a ragged batch of four; no offload and both backends."""
     name, options = VARIATIONS[variation]
-    theirs, config = reference_model(name, tmp_path, **options)
-    saved = load_file(tmp_path / "model.safetensors")
-    saved.setdefault("lm_head.weight", saved["model.embed_tokens.weight"])
-    ours = bound_model(config, saved)
+    theirs, _ = reference_model(name, tmp_path, **options)
     sequences = [PROMPTS[0], PROMPTS[0][::-1]]
     with torch.inference_mode():
         expected = theirs(torch.tensor(sequences)).logits
-    assert relative_error(our_logits(ours, sequences), expected) < 1e-4
-    assert relative_error(our_logits(ours, sequences, split=6, step="ragged"), expected) < 1e-4
-    assert relative_error(our_logits(ours, sequences[:1], split=1), expected[:1]) < 1e-4
+    for config in EVERYWHERE.values():
+        with offload.load(str(tmp_path), config, "cpu") as engine:
+            ours = engine.parts.model
+            assert relative_error(our_logits(ours, sequences), expected) < 1e-4
+            assert relative_error(our_logits(ours, sequences, split=6, step="ragged"), expected) < 1e-4
+            assert relative_error(our_logits(ours, sequences[:1], split=1), expected[:1]) < 1e-4
+            assert_ragged_logits_agree(ours, theirs)
 
 
 def stacked(tensors):

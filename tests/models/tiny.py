@@ -95,3 +95,34 @@ def our_logits(model, sequences, context=64, split=None, step="together"):
 def relative_error(actual, expected):
     """Largest difference over the largest expected value."""
     return ((actual - expected).abs().max() / expected.abs().max()).item()
+
+
+CONTEXT, NEW = 32, 5
+
+
+def ragged_logits(model, prompts, following, rows):
+    """Logits (B, 1 + NEW, V): after each prompt, and after each of its following tokens."""
+    batch, longest = len(prompts), max(map(len, prompts))
+    lengths = torch.tensor([len(prompt) for prompt in prompts])
+    memory = torch.full((kv_bytes(model.cache_shape, batch, CONTEXT, torch.float32),), 255, dtype=torch.uint8)
+    cache = KVCache(memory, model.cache_shape, batch, CONTEXT, torch.float32)
+    tokens = torch.tensor([prompt + [96] * (longest - len(prompt)) for prompt in prompts])
+    cache.step = Prefill(cache, longest)
+    hidden = model(tokens, torch.arange(longest).expand(batch, -1), cache)
+    logits = [model.logits(hidden[torch.arange(batch), lengths - 1])]
+    for index in range(NEW):
+        positions = (lengths + index)[:, None]
+        cache.step = DecodeRagged(cache, positions, rows or longest + index + 1)
+        hidden = model(torch.tensor([[tail[index]] for tail in following]), positions, cache)
+        logits.append(model.logits(hidden[:, 0]))
+    return torch.stack(logits, 1)
+
+
+def assert_ragged_logits_agree(ours, theirs, rows=None):
+    """A right-padded batch of `PROMPTS` and what follows, against transformers one sequence at a time."""
+    following = [[index * 7 + step for step in range(NEW)] for index in range(len(PROMPTS))]
+    with torch.inference_mode():
+        actual = ragged_logits(ours, PROMPTS, following, rows)
+        for index, (prompt, tail) in enumerate(zip(PROMPTS, following, strict=True)):
+            expected = theirs(torch.tensor([prompt + tail])).logits[0, len(prompt) - 1 :]
+            assert relative_error(actual[index], expected) < 1e-4
