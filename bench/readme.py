@@ -148,8 +148,8 @@ def _of_step(document: Document) -> Sequence[Figure]:
     }
     model = decode[0]["model"]
     return [
-        (f"{model} half offloaded, decode by prefetch, share of its bound", best["prefetch"], 0.99, "", False),
-        (f"{model} half offloaded, decode by uva, share of its bound", best["uva"], 0.97, "", False),
+        (f"{model} half offloaded, decode by prefetch, share of its bound, *simulated*", best["prefetch"], 0.99, "", False),
+        (f"{model} half offloaded, decode by uva, share of its bound, *simulated*", best["uva"], 0.97, "", False),
     ]
 
 
@@ -163,8 +163,8 @@ def _of_moe(document: Document) -> Sequence[Figure]:
     least = 0.9 * 16 * rates.sm_bytes_per_s / rates.ce_bytes_per_s
     share = uva["bus_bytes_per_step"] / uva["offloaded_bytes"]
     return [
-        (f"{uva['model']}, experts' bytes over the bus per token, of all", share, 8 / 128, "", True),
-        (f"{uva['model']}, decode by uva over prefetch", prefetch["step_s"] / uva["step_s"], least, "", False),
+        (f"{uva['model']}, experts' bytes over the bus per token, of all, *simulated*", share, 8 / 128, "", True),
+        (f"{uva['model']}, decode by uva over prefetch, *simulated*", prefetch["step_s"] / uva["step_s"], least, "", False),
     ]
 
 
