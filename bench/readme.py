@@ -146,10 +146,10 @@ def _of_step(document: Document) -> Sequence[Figure]:
         backend: max(row["share_of_bound"] for row in decode if row["backend"] == backend)
         for backend in ("prefetch", "uva")
     }
-    model = decode[0]["model"]
+    what = f"{decode[0]['model']} half offloaded, decode by {{}}, share of its bound, *simulated*"
     return [
-        (f"{model} half offloaded, decode by prefetch, share of its bound, *simulated*", best["prefetch"], 0.99, "", False),
-        (f"{model} half offloaded, decode by uva, share of its bound, *simulated*", best["uva"], 0.97, "", False),
+        (what.format("prefetch"), best["prefetch"], 0.99, "", False),
+        (what.format("uva"), best["uva"], 0.97, "", False),
     ]
 
 
@@ -161,10 +161,10 @@ def _of_moe(document: Document) -> Sequence[Figure]:
     )
     rates = load_profile(uva["device"].removeprefix("virtual:"))
     least = 0.9 * 16 * rates.sm_bytes_per_s / rates.ce_bytes_per_s
-    share = uva["bus_bytes_per_step"] / uva["offloaded_bytes"]
+    share, ratio = uva["bus_bytes_per_step"] / uva["offloaded_bytes"], prefetch["step_s"] / uva["step_s"]
     return [
         (f"{uva['model']}, experts' bytes over the bus per token, of all, *simulated*", share, 8 / 128, "", True),
-        (f"{uva['model']}, decode by uva over prefetch, *simulated*", prefetch["step_s"] / uva["step_s"], least, "", False),
+        (f"{uva['model']}, decode by uva over prefetch, *simulated*", ratio, least, "", False),
     ]
 
 
