@@ -62,6 +62,16 @@ def add_sizes(to: argparse.ArgumentParser, prompt: str = "512", decode: str = "3
     to.add_argument("-r", "--repetitions", type=positive, help="default 3; 1 where times are simulated")
 
 
+def require_a_test(args: argparse.Namespace) -> None:
+    """Refuse sizes that leave nothing to measure.
+
+    Raises:
+        OffloadConfigError: every length is 0.
+    """
+    if not any(args.n_prompt) and not any(args.n_gen):
+        raise OffloadConfigError("-p 0 and -n 0 leave nothing to measure: give one of them a length")
+
+
 def add_output(to: argparse.ArgumentParser) -> None:
     """`-o md|json|jsonl|csv` and `--save FILE`."""
     to.add_argument("-o", "--output", choices=FORMATS, default="md", help="form of the table (default md)")

@@ -18,9 +18,8 @@ from bench.judge import Judge
 from bench.outcome import Outcome, notes_of, picture_of, title_of
 from bench.ranges import parse_floats
 from bench.subject import Subject, require_real, subject_of
-from bench.sweep import Sizes, sweep
+from bench.sweep import sizes_of, sweep
 from offload.config import OffloadConfig
-from offload.errors import OffloadConfigError
 from offload.plan import plan
 
 EXIT_INTERRUPTED = 130
@@ -78,8 +77,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     arguments.add_output(parser)
     parser.add_argument("--plot", type=Path, metavar="FILE", help="the picture (default: budget-MODEL-DEVICE.png)")
     args = parser.parse_args(argv)
-    if not any(args.n_prompt) and not any(args.n_gen):
-        raise OffloadConfigError("-p 0 and -n 0 leave nothing to measure: give one of them a length")
+    arguments.require_a_test(args)
     return args
 
 
@@ -90,7 +88,7 @@ def main(argv: Sequence[str]) -> int:
     configs = configs_of(args, subject)
     device = subject.open_device()
     require_real(device, args.profile)
-    sizes = Sizes(args.n_prompt, args.n_gen, args.batch, args.repetitions or (1 if device.simulated else 3))
+    sizes = sizes_of(args, device)
     outcome = Outcome("budget", argv, title_of(subject, device), notes_of(device, args.profile))
     picture = args.plot or picture_of("budget", subject, device)
     device.close()

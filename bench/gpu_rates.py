@@ -13,6 +13,8 @@ from dataclasses import dataclass
 
 import torch
 
+from offload_kernels.link import median_s
+
 COPY_BYTES = 2 << 30
 HALF_SIZE, SINGLE_SIZE = 8192, 4096
 TINY_OPERATORS = 500
@@ -41,7 +43,7 @@ def measure(device: torch.device, repetitions: int = 5) -> GpuRates:
     """
     with torch.cuda.device(device), torch.inference_mode():
         source, target = (torch.zeros(COPY_BYTES, dtype=torch.uint8, device=device) for _ in range(2))
-        memory_s = _on_gpu(lambda: target.copy_(source), repetitions)
+        memory_s = median_s(lambda: target.copy_(source), repetitions)
         tiny = target[:4].view(torch.float32)
         pinned = torch.zeros(4, dtype=torch.uint8, pin_memory=True)
         graph = torch.cuda.CUDAGraph()
@@ -52,8 +54,8 @@ def measure(device: torch.device, repetitions: int = 5) -> GpuRates:
             hbm_bytes_per_s=int(2 * COPY_BYTES / memory_s),
             half_flops_per_s=_product_rate(HALF_SIZE, torch.bfloat16, device, repetitions),
             single_flops_per_s=_product_rate(SINGLE_SIZE, torch.float32, device, repetitions),
-            kernel_s=_on_gpu(graph.replay, repetitions) / TINY_OPERATORS,
-            copy_s=_on_gpu(lambda: _many(lambda: target[:4].copy_(pinned, non_blocking=True)), repetitions)
+            kernel_s=median_s(graph.replay, repetitions) / TINY_OPERATORS,
+            copy_s=median_s(lambda: _many(lambda: target[:4].copy_(pinned, non_blocking=True)), repetitions)
             / TINY_OPERATORS,
             issue_s=_on_host(lambda: _many(lambda: tiny.add_(1)), repetitions) / TINY_OPERATORS,
             graph_issue_s=_on_host(graph.replay, repetitions),
@@ -67,21 +69,7 @@ def _many(operator: Callable[[], object]) -> None:
 
 def _product_rate(size: int, dtype: torch.dtype, device: torch.device, repetitions: int) -> int:
     left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-    return int(2 * size**3 / _on_gpu(lambda: left @ right, repetitions))
-
-
-def _on_gpu(work: Callable[[], object], repetitions: int) -> float:
-    """Median seconds between two events around the work."""
-    work()
-    times = []
-    for _ in range(repetitions):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        work()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) / 1e3)
-    return statistics.median(times)
+    return int(2 * size**3 / median_s(lambda: left @ right, repetitions))
 
 
 def _on_host(work: Callable[[], object], repetitions: int) -> float:

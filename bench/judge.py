@@ -20,7 +20,6 @@ class Judge:
         self._yardsticks: dict[tuple[str, int, int], Yardstick] = {}
         self._reference_backend: str | None = None
         self._total = Agreement()
-        self._judged = 0
 
     def verdict(self, engine: Engine, kind: str, batch: int, length: int, timing: Timing) -> str:
         """Compare every repetition's tokens; returns the text of the row."""
@@ -40,7 +39,6 @@ class Judge:
         found = Agreement()
         for answers in timing.tokens:
             found.add(compare(answers, self._references[key], yardstick))
-        self._judged += not is_reference
         self._total.add(found)
         return "reference" if is_reference and not found.wrong else str(found)
 

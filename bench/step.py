@@ -25,7 +25,7 @@ from bench.plot import save_figure
 from bench.ranges import parse_floats, parse_ints
 from bench.rows import NOT_LOADED, Row, short_config
 from bench.subject import Subject, require_real, subject_of
-from bench.sweep import Sizes, sweep
+from bench.sweep import sizes_of, sweep
 from offload.config import OffloadConfig
 from offload.errors import OffloadConfigError
 from offload.plan import plan
@@ -111,8 +111,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     arguments.add_output(parser)
     parser.add_argument("--plot", type=Path, metavar="FILE", help="the heat maps (default: step-MODEL-DEVICE.png)")
     args = parser.parse_args(argv)
-    if not any(args.n_prompt) and not any(args.n_gen):
-        raise OffloadConfigError("-p 0 and -n 0 leave nothing to measure: give one of them a length")
+    arguments.require_a_test(args)
     return args
 
 
@@ -123,7 +122,7 @@ def main(argv: Sequence[str]) -> int:
     configs, skipped = configs_of(args, subject)
     device = subject.open_device()
     require_real(device, args.profile)
-    sizes = Sizes(args.n_prompt, args.n_gen, args.batch, args.repetitions or (1 if device.simulated else 3))
+    sizes = sizes_of(args, device)
     notes = [*notes_of(device, args.profile), *(f"Left out: {text}" for text in skipped)]
     outcome = Outcome("step", argv, title_of(subject, device), notes)
     picture = args.plot or picture_of("step", subject, device)

@@ -5,6 +5,7 @@ A configuration that does not fit is a row that says what it needs and what ther
 
 from __future__ import annotations
 
+import argparse
 import gc
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -47,6 +48,12 @@ class Sizes:
             for length in lengths
             if length
         ]
+
+
+def sizes_of(args: argparse.Namespace, device: Device) -> Sizes:
+    """What the options of `bench.arguments.add_sizes` ask for; a simulated time needs no repetition."""
+    repetitions = args.repetitions or (1 if device.simulated else 3)
+    return Sizes(args.n_prompt, args.n_gen, args.batch, repetitions)
 
 
 def sweep(

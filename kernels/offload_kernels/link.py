@@ -157,7 +157,7 @@ def _measure_loads(
     if got != expected:
         raise RuntimeError(f"the probe read {got:#x} where the host has {expected:#x}: the link cannot be trusted")
     sums = torch.empty(programs, dtype=torch.int64, device=words.device)
-    seconds = _median_s(lambda: probe_kernel.read(words, sums, request_bytes, stages), repetitions)
+    seconds = median_s(lambda: probe_kernel.read(words, sums, request_bytes, stages), repetitions)
     size = words.numel() * words.element_size()
     return Measurement("sm", size, programs, stages, request_bytes, seconds, size / seconds)
 
@@ -171,12 +171,12 @@ def _measure_copies(host: torch.Tensor, device: torch.device, repetitions: int) 
             target[: len(part)].copy_(part, non_blocking=True)
 
     copy_all()
-    seconds = _median_s(copy_all, repetitions)
+    seconds = median_s(copy_all, repetitions)
     size = host.numel() * host.element_size()
     return Measurement("ce", size, 0, 0, 0, seconds, size / seconds)
 
 
-def _median_s(work: Callable[[], None], repetitions: int) -> float:
+def median_s(work: Callable[[], None], repetitions: int) -> float:
     """Median seconds between two events around ``work``, on the current stream."""
     times = []
     for _ in range(repetitions):
